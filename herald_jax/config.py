@@ -1,0 +1,301 @@
+"""What a model is (`ModelConfig`), how it writes (`DiffusionContract`) and what a caller asks for (`GenerateConfig`, plans).
+
+Everything here is frozen, hashable and validated on construction, so that any instance can be a static argument of
+`jax.jit` and no later stage has to check again. Reading Hugging Face files into these classes is `hf_config.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from herald_jax.errors import ConfigError, GenerationError
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        _require(ok, f"{name} is {value!r}, but must be a positive integer")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base and, optionally, one of the published frequency scalings.
+
+    Attributes:
+      theta: base of the geometric frequency series.
+      kind: "default"; "linear" (positions divided by `factor`); "llama3" (Llama 3.1's wavelength-dependent
+        interpolation); "yarn" (arXiv 2309.00071, NTK-by-parts with an attention temperature).
+      factor: context extension factor, used by every kind but "default".
+      low_freq_factor, high_freq_factor: "llama3" only.
+      original_max_position_embeddings: trained context, "llama3" and "yarn".
+      beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: "yarn" only.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        kinds = ("default", "linear", "llama3", "yarn")
+        _require(self.kind in kinds, f"rope scaling {self.kind!r} is not supported; supported are {', '.join(kinds)}")
+        _require(self.theta > 0, f"rope_theta is {self.theta!r}, but must be positive")
+        _require(self.factor >= 1, f"rope scaling factor is {self.factor!r}, but must be at least 1")
+        if self.kind in ("llama3", "yarn"):
+            _require(
+                self.original_max_position_embeddings is not None and self.original_max_position_embeddings > 0,
+                f"rope scaling {self.kind!r} needs a positive original_max_position_embeddings, "
+                f"got {self.original_max_position_embeddings!r}",
+            )
+        if self.kind == "llama3":
+            _require(
+                self.high_freq_factor > self.low_freq_factor,
+                f"rope scaling 'llama3' needs high_freq_factor ({self.high_freq_factor}) above "
+                f"low_freq_factor ({self.low_freq_factor})",
+            )
+
+
+@dataclass(frozen=True)
+class DiffusionContract:
+    """How a family denoises; the part of a model that its weights do not show.
+
+    Attributes:
+      block_length: M, positions denoised together. 1 is plain autoregressive decoding (the AR limit of the block path).
+      small_block_length: positions are revealed inside the leftmost sub-block of this length that still has a mask
+        (Fast-dLLM v2: 8 of 32). Equal to block_length for families without sub-blocks.
+      mask_token_id: the id that stands for a hole; None only when block_length is 1.
+      logit_alignment: "same" (logits at position i predict token i) or "shifted" (they predict token i + 1).
+      first_canvas: "all_masked", or "seed_and_masks": position 0 of a new block is the prediction made by the last
+        logits of the committed prefix.
+      seed_rule: how that seed token is drawn at temperature > 0: "argmax" always (Fast-dLLM v2's published code), or
+        "sample" like every other token (the AR limit, where the seed is the only token there is).
+      commit: "bidirectional": the finished block is written to the KV cache by a forward that attends to the whole
+        block. Families that commit causally are refused.
+      stop_token_ids: ids that end a row once no masked position precedes them.
+      pad_token_id: the tokenizer's padding id, if it has one.
+    """
+
+    block_length: int
+    small_block_length: int
+    mask_token_id: int | None
+    logit_alignment: Literal["same", "shifted"]
+    first_canvas: Literal["all_masked", "seed_and_masks"]
+    seed_rule: Literal["argmax", "sample"] = "argmax"
+    commit: Literal["bidirectional"] = "bidirectional"
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "block_length", "small_block_length")
+        _require(self.block_length <= 256, f"block_length is {self.block_length}, but at most 256 is supported")
+        _require(
+            self.block_length % self.small_block_length == 0,
+            f"block_length {self.block_length} is not a multiple of small_block_length {self.small_block_length}; "
+            "give a divisor with --small-block",
+        )
+        _require(
+            self.mask_token_id is not None or self.block_length == 1,
+            f"block_length {self.block_length} needs a mask token id; give it with --mask-token-id",
+        )
+        choices = {
+            "logit_alignment": ("same", "shifted"),
+            "first_canvas": ("all_masked", "seed_and_masks"),
+            "seed_rule": ("argmax", "sample"),
+            "commit": ("bidirectional",),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            _require(value in allowed, f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
+        pair = (self.logit_alignment, self.first_canvas)
+        _require(
+            pair in (("same", "all_masked"), ("shifted", "seed_and_masks")),
+            f"logit_alignment {pair[0]!r} with first_canvas {pair[1]!r} is contradictory: shifted logits need a seed "
+            "token at position 0 (--first-canvas seed_and_masks), same-position logits need all masks "
+            "(--first-canvas all_masked)",
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a new block starts with one known token."""
+        return self.first_canvas == "seed_and_masks"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture and diffusion contract of one checkpoint.
+
+    The fields are those of a pre-norm, SwiGLU, grouped-query decoder. `family` names the checkpoint family
+    ("fast_dllm_v2", "sdar", "llama", "qwen2", "qwen3"); no computation depends on the name, only on the fields.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    dtype: Literal["bfloat16", "float16", "float32"]
+    diffusion: DiffusionContract
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        _positive(self, *sizes, "max_position_embeddings")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}, but rotary embedding needs an even one")
+        _require(self.rms_norm_eps > 0, f"rms_norm_eps is {self.rms_norm_eps!r}, but must be positive")
+        _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
+        ids = {"mask_token_id": self.diffusion.mask_token_id, "pad_token_id": self.diffusion.pad_token_id}
+        ids |= {f"stop_token_ids[{i}]": t for i, t in enumerate(self.diffusion.stop_token_ids)}
+        for name, token in ids.items():
+            _require(
+                token is None or 0 <= token < self.vocab_size,
+                f"{name} is {token}, outside the vocabulary of {self.vocab_size} rows",
+            )
+        _require(
+            self.diffusion.mask_token_id is None or self.diffusion.mask_token_id not in self.diffusion.stop_token_ids,
+            f"mask_token_id {self.diffusion.mask_token_id} is also a stop token id",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes one token occupies in the KV cache, all layers."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; `from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """Rebuild from `to_dict`'s form. Raises ConfigError on unknown or missing fields."""
+        values = dict(values)
+        values["rope"] = _strict(RopeConfig, values.get("rope"))
+        values["diffusion"] = _strict(DiffusionContract, values.get("diffusion"))
+        return _strict(cls, values)
+
+
+def _strict(cls: type, values: Any) -> Any:
+    _require(isinstance(values, dict), f"{cls.__name__} must be a mapping of fields, got {type(values).__name__}")
+    names = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(names))
+    _require(not unknown, f"{cls.__name__} has unknown fields {', '.join(unknown)}; was it written by a newer version?")
+    missing = [
+        name
+        for name, f in names.items()
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    _require(not missing, f"{cls.__name__} lacks the fields {', '.join(missing)}")
+    return cls(**values)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The plan without selection: every block attends to the whole prefix, which stays in device memory."""
+
+
+Plan = Dense
+
+
+def _default_policy() -> Any:
+    from herald_jax.denoise import Threshold
+
+    return Threshold(0.9)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """One generation request. Temperature, top-p, thresholds and the seed are traced: changing them never recompiles.
+
+    Attributes:
+      max_new_tokens: upper bound of new tokens per row; the last block is denoised whole, then cut.
+      policy: which masked positions a step reveals (`herald_jax.denoise`).
+      temperature: 0 takes the most probable token; above 0 samples softmax(logits / temperature).
+      top_k: sample among the k most probable tokens only; 0 switches it off.
+      top_p: sample in the smallest set of tokens whose probability reaches top_p; 1 switches it off.
+      seed: row b draws from `fold_in(key(seed), b)` unless `generate(..., keys=)` names the keys.
+      stop_token_ids: ids that end a row; None takes the checkpoint's.
+      ignore_stop: keep writing after a stop token (benchmarks).
+      block_cache: Fast-dLLM v2's sub-block cache: while the first position of the current small block is known, only
+        the small block is run, against the K and V its block had at the last whole-block forward.
+      prefill_chunk: most prompt tokens per prefill forward; bounds its activation memory.
+    """
+
+    max_new_tokens: int = 256
+    policy: Any = field(default_factory=_default_policy)
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_stop: bool = False
+    block_cache: bool = False
+    prefill_chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        from herald_jax.denoise import POLICIES
+
+        checks = (
+            (
+                isinstance(self.max_new_tokens, int) and self.max_new_tokens > 0,
+                f"max_new_tokens is {self.max_new_tokens!r}, but must be a positive integer",
+            ),
+            (
+                isinstance(self.policy, POLICIES),
+                f"policy is {self.policy!r}, but must be one of {', '.join(p.__name__ for p in POLICIES)}",
+            ),
+            (
+                0 <= self.temperature < float("inf"),
+                f"temperature is {self.temperature!r}, but must be 0 (greedy) or a positive number",
+            ),
+            (
+                isinstance(self.top_k, int) and self.top_k >= 0,
+                f"top_k is {self.top_k!r}, but must be 0 (off) or a positive integer",
+            ),
+            (0 < self.top_p <= 1, f"top_p is {self.top_p!r}, but must be in (0, 1]"),
+            (
+                isinstance(self.prefill_chunk, int) and self.prefill_chunk > 0,
+                f"prefill_chunk is {self.prefill_chunk!r}, but must be a positive number of tokens",
+            ),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise GenerationError(message)
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
