@@ -1,0 +1,95 @@
+"""Which implementation of a kernel runs where. Every capability check of this package is in this file.
+
+`implementation=None` means "the best one that works here"; a name means exactly that one. Asking for one by name never
+falls back: `NotImplementedError` says that it does not support this case or this machine, and why; `ValueError` is the
+caller's mistake.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Implementation = Literal["xla", "mosaic_gpu"]
+IMPLEMENTATIONS: tuple[str, ...] = ("xla", "mosaic_gpu")
+
+# The first version with the Mosaic GPU interface these kernels are written against.
+MIN_JAX = (0, 11, 0)
+# device_kind prefixes of compute capability 9.0; used only for abstract devices, which carry no capability.
+HOPPER_KINDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
+
+
+def jax_version() -> tuple[int, ...]:
+    return tuple(jax.version.__version_info__)
+
+
+def mosaic_gpu_missing() -> str | None:
+    """Why no Mosaic GPU kernel of this package can be lowered in this process, or None if one can.
+
+    The target is the abstract device of the current abstract mesh if it has one (ahead-of-time lowering on a machine
+    without a GPU), else this process's CUDA devices.
+    """
+    if jax_version() < MIN_JAX:
+        return f"the Mosaic GPU kernels need JAX {'.'.join(map(str, MIN_JAX))} or newer; this is {jax.__version__}"
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        if abstract.device_kind.startswith(HOPPER_KINDS):
+            return None
+        return f"the Mosaic GPU kernels need compute capability 9.0 (Hopper); the abstract device is {abstract}"
+    return _no_hopper_device()
+
+
+@functools.cache
+def _no_hopper_device() -> str | None:
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:  # what JAX raises for a platform it has no devices of
+        return "the Mosaic GPU kernels need an NVIDIA GPU, and JAX sees none in this process"
+    capabilities = sorted({str(getattr(d, "compute_capability", "unknown")) for d in devices})
+    if capabilities != ["9.0"]:
+        return f"the Mosaic GPU kernels need compute capability 9.0 (Hopper); the devices here have {capabilities}"
+    return None
+
+
+def block_attention_missing(q: Any, k: Any) -> str | None:
+    """Why `block_attention` has no Mosaic GPU kernel for arguments of these shapes and dtypes, or None if it has."""
+    if jnp.dtype(q.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"block_attention on mosaic_gpu takes bfloat16 or float16, not {jnp.dtype(q.dtype).name}"
+    if q.shape[-1] not in (64, 128):
+        return (
+            f"block_attention on mosaic_gpu has tiles for head dim 64 and 128, not {q.shape[-1]}: the swizzled layout "
+            "that wgmma reads comes in columns of 64, and at 256 the accumulators of a tile do not fit the registers"
+        )
+    if k.shape[-2] < 1 or q.shape[1] < 1 or q.shape[0] < 1:
+        return "block_attention on mosaic_gpu needs at least one batch row, one query and one KV entry"
+    return None
+
+
+def select(implementation: str | None, missing: Callable[[], str | None]) -> str:
+    """The implementation to use: "xla", "mosaic_gpu", or "auto" (mosaic_gpu where lowered for CUDA, xla elsewhere).
+
+    `missing` says why the kernel does not support the arguments, or None; it is asked only where that matters.
+    """
+    if implementation is None:
+        return "xla" if mosaic_gpu_missing() or missing() else "auto"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, not {implementation!r}")
+    if implementation == "mosaic_gpu":
+        why = mosaic_gpu_missing() or missing()
+        if why:
+            raise NotImplementedError(why)
+    return implementation
+
+
+def run(chosen: str, mosaic_gpu: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
+    """Calls the chosen form with `args`. "auto" is decided by the platform that the computation is lowered for."""
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu(*args)
+    if chosen == "xla":
+        return xla(*args)
+    return lax.platform_dependent(*args, cuda=mosaic_gpu, default=xla)
