@@ -1,0 +1,284 @@
+"""gather_rows and scatter_rows on the CPU: exact against NumPy loops, in place, in loops and in shard_map."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from pallas_kernels.gather_rows import gather_rows, scatter_rows
+
+L, B, K, N, D, S = 3, 2, 2, 37, 24, 19
+
+
+def in_memory(x, kind):
+    return jax.device_put(x, SingleDeviceSharding(jax.devices()[0], memory_kind=kind))
+
+
+def fresh(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def gather_loop(src, indices, pool, dst=None):
+    """The definition, one row at a time."""
+    out = np.array(pool)
+    for where in np.ndindex(*indices.shape):
+        *problem, p = where
+        slot = p if dst is None else dst[where]
+        if 0 <= indices[where] < src.shape[-2] and 0 <= slot < out.shape[-2]:
+            out[(*problem, slot)] = np.asarray(src)[(*problem, indices[where])]
+    return out
+
+
+def scatter_loop(block, positions, cache, mask):
+    out = np.array(cache)
+    for b, position in enumerate(positions):
+        if mask[b] and 0 <= position <= out.shape[-2] - block.shape[-2]:
+            out[:, b, :, position : position + block.shape[-2]] = np.asarray(block)[:, b]
+    return out
+
+
+def random_indices(rng, slots, rows=N):
+    """Distinct ascending rows, a different number of them for each problem, padded with -1."""
+    out = np.full((L, B, K, slots), -1, np.int32)
+    for problem in np.ndindex(L, B, K):
+        count = rng.integers(0, min(slots, rows) + 1)
+        out[problem][:count] = np.sort(rng.choice(rows, count, replace=False))
+    return out
+
+
+INDICES = {
+    "random": lambda rng: random_indices(rng, 13),
+    "holes": lambda rng: np.where(rng.random((L, B, K, S)) < 0.5, -1, rng.integers(0, N, (L, B, K, S))).astype("i4"),
+    "all_minus_one": lambda rng: np.full((L, B, K, S), -1, np.int32),
+    "no_slots": lambda rng: np.zeros((L, B, K, 0), np.int32),
+    "full_pool": lambda rng: rng.integers(0, N, (L, B, K, S)).astype(np.int32),
+    "out_of_range": lambda rng: rng.integers(-2 * N, 3 * N, (L, B, K, 7)).astype(np.int32),
+}
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("case", INDICES)
+def test_gather_is_exact(case, memory):
+    rng = np.random.default_rng(len(case))
+    k, v = fresh(rng, L, B, K, N, D), fresh(rng, L, B, K, N, D)
+    k_pool, v_pool = fresh(rng, L, B, K, S, D), fresh(rng, L, B, K, S, D)
+    indices = INDICES[case](rng)
+    got = gather_rows(in_memory(k, memory), in_memory(v, memory), jnp.asarray(indices), k_pool, v_pool)
+    np.testing.assert_array_equal(got[0], gather_loop(k, indices, k_pool))
+    np.testing.assert_array_equal(got[1], gather_loop(v, indices, v_pool))
+    assert all(x.sharding.memory_kind == "device" for x in got)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8])
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_gather_to_chosen_slots(memory, dtype):
+    """``dst`` appends behind rows that stay: slots beyond the pool and negative ones drop the row."""
+    rng = np.random.default_rng(3)
+    k, v = (fresh(rng, L, B, K, N, 8, dtype=jnp.float32).astype(dtype) for _ in range(2))
+    k_pool, v_pool = (fresh(rng, L, B, K, S, 8, dtype=jnp.float32).astype(dtype) for _ in range(2))
+    indices = random_indices(rng, 29)
+    dst = np.stack([rng.permutation(40)[:29] - 6 for _ in range(L * B * K)]).reshape(L, B, K, 29).astype(np.int32)
+    got = gather_rows(
+        in_memory(k, memory), in_memory(v, memory), jnp.asarray(indices), k_pool, v_pool, dst=jnp.asarray(dst)
+    )
+    np.testing.assert_array_equal(got[0], gather_loop(k, indices, k_pool, dst))
+    np.testing.assert_array_equal(got[1], gather_loop(v, indices, v_pool, dst))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_gather_one_layer(memory, traced):
+    rng = np.random.default_rng(4)
+    k, v = fresh(rng, L, B, K, N, D), fresh(rng, L, B, K, N, D)
+    pool = fresh(rng, L, B, K, S, D)
+    indices = random_indices(rng, 11)
+    layer = jnp.int32(2) if traced else 2
+    got, _ = gather_rows(in_memory(k, memory), in_memory(v, memory), jnp.asarray(indices[2]), pool, pool, layer=layer)
+    expected = np.array(pool)
+    expected[2] = gather_loop(k, indices, pool)[2]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_gather_updates_a_donated_pool_in_place(memory):
+    rng = np.random.default_rng(5)
+    k = in_memory(fresh(rng, L, B, K, N, D), memory)
+    pools = [fresh(rng, L, B, K, S, D) for _ in range(2)]
+    indices = random_indices(rng, 13)
+    expected = gather_loop(k, indices, pools[0])
+    step = jax.jit(lambda i, kp, vp: gather_rows(k, k, i, kp, vp), donate_argnums=(1, 2))
+    memory_use = step.lower(jnp.asarray(indices), *pools).compile().memory_analysis()
+    assert memory_use.alias_size_in_bytes == 2 * pools[0].nbytes
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools]
+    got = step(jnp.asarray(indices), *pools)
+    assert [x.unsafe_buffer_pointer() for x in got] == addresses
+    assert all(pool.is_deleted() for pool in pools)
+    np.testing.assert_array_equal(got[0], expected)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("loop", ["fori_loop", "while_loop"])
+def test_gather_layer_by_layer_in_a_loop(memory, loop):
+    """MAGE's form: the pool is a loop's carry, filled one layer per turn; the source is closed over."""
+    rng = np.random.default_rng(6)
+    k, v = (in_memory(fresh(rng, L, B, K, N, D), memory) for _ in range(2))
+    pool = fresh(rng, L, B, K, S, D)
+    indices = random_indices(rng, 13)
+
+    @jax.jit
+    def fill(k, v, indices, pool):
+        def body(i, pools):
+            return gather_rows(k, v, indices[i], *pools, layer=i)
+
+        if loop == "fori_loop":
+            return jax.lax.fori_loop(0, L, body, (pool, pool))
+        state = (jnp.int32(0), (pool, pool))
+        return jax.lax.while_loop(lambda s: s[0] < L, lambda s: (s[0] + 1, body(*s)), state)[1]
+
+    got = fill(k, v, jnp.asarray(indices), pool)
+    np.testing.assert_array_equal(got[0], gather_loop(k, indices, pool))
+    np.testing.assert_array_equal(got[1], gather_loop(v, indices, pool))
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_gather_and_scatter_under_shard_map(memory):
+    """Batch over one mesh axis, KV heads over the other: every problem is local."""
+    rng = np.random.default_rng(7)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "heads"))
+    spec = PartitionSpec(None, "batch", "heads")
+    k, v = fresh(rng, L, B, K, N, D), fresh(rng, L, B, K, N, D)
+    pool, block = fresh(rng, L, B, K, S, D), fresh(rng, L, B, K, 5, D)
+    indices, positions = random_indices(rng, 13), np.array([2, 30], np.int32)
+
+    def place(x):
+        return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=memory))
+
+    @partial(jax.jit, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, spec, memory_kind=memory)))
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, spec, spec, PartitionSpec("batch")),
+        out_specs=(spec, spec),
+    )
+    def both(k, v, indices, pool, block, positions):
+        k_pool, _ = gather_rows(k, v, indices, pool, pool)
+        k_cache, _ = scatter_rows(block, block, positions, k, v)
+        return k_pool, k_cache
+
+    got, cache = both(place(k), place(v), jnp.asarray(indices), pool, block, jnp.asarray(positions))
+    np.testing.assert_array_equal(got, gather_loop(k, indices, pool))
+    np.testing.assert_array_equal(cache, scatter_loop(block, positions, k, [True, True]))
+
+
+SCATTERS = {
+    "ragged": ([3, 18], [True, True]),
+    "ends": ([0, N - 5], [True, True]),
+    "masked": ([4, 4], [False, True]),
+    "all_masked": ([0, 1], [False, False]),
+    "does_not_fit": ([-1, N - 4], [True, True]),
+}
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("case", SCATTERS)
+def test_scatter_is_exact_and_in_place(case, memory):
+    rng = np.random.default_rng(8)
+    caches = [in_memory(fresh(rng, L, B, K, N, D), memory) for _ in range(2)]
+    blocks = [fresh(rng, L, B, K, 5, D) for _ in range(2)]
+    positions, mask = SCATTERS[case]
+    expected = [scatter_loop(block, positions, cache, mask) for block, cache in zip(blocks, caches, strict=True)]
+    addresses = [cache.unsafe_buffer_pointer() for cache in caches]
+    write = jax.jit(lambda kb, vb, p, kc, vc, m: scatter_rows(kb, vb, p, kc, vc, mask=m), donate_argnums=(3, 4))
+    got = write(*blocks, jnp.asarray(positions, jnp.int32), *caches, jnp.asarray(mask))
+    for x, address, cache, value in zip(got, addresses, caches, expected, strict=True):
+        assert x.unsafe_buffer_pointer() == address
+        assert cache.is_deleted()
+        assert x.sharding.memory_kind == memory
+        np.testing.assert_array_equal(x, value)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_scatter_one_layer_without_mask(memory):
+    rng = np.random.default_rng(9)
+    cache, block = fresh(rng, L, B, K, N, D), fresh(rng, B, K, 3, D)
+    positions = np.array([7, 0], np.int32)
+    got, _ = scatter_rows(
+        block, block, jnp.asarray(positions), in_memory(cache, memory), in_memory(cache, memory), layer=jnp.int32(1)
+    )
+    expected = np.array(cache)
+    expected[1:2] = scatter_loop(block[None], positions, cache[1:2], [True, True])
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_scatter_of_a_block_longer_than_the_cache_changes_nothing():
+    rng = np.random.default_rng(10)
+    cache, block = fresh(rng, L, B, K, 4, D), fresh(rng, L, B, K, 5, D)
+    got, _ = scatter_rows(block, block, jnp.zeros(B, jnp.int32), cache, cache)
+    np.testing.assert_array_equal(got, cache)
+
+
+def arrays(**changed):
+    x = {
+        "k_src": jnp.zeros((L, B, K, N, D)),
+        "v_src": jnp.zeros((L, B, K, N, D)),
+        "indices": jnp.zeros((L, B, K, 5), jnp.int32),
+        "k_pool": jnp.zeros((L, B, K, S, D)),
+        "v_pool": jnp.zeros((L, B, K, S, D)),
+    }
+    return x | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"v_src": jnp.zeros((L, B, K, N + 1, D))}, "source: K and V"),
+        ({"k_pool": jnp.zeros((L, B, K, S, D), jnp.bfloat16)}, "pool: K and V"),
+        ({"k_pool": jnp.zeros((L, B, 1, S, D)), "v_pool": jnp.zeros((L, B, 1, S, D))}, "differ in length only"),
+        ({"indices": jnp.zeros((L, B, K, 5), jnp.int16)}, "indices must be i32"),
+        ({"indices": jnp.zeros((L, B, K, S + 1), jnp.int32)}, "do not fit a pool"),
+        ({"dst": jnp.zeros((L, B, K, 4), jnp.int32)}, "must have one shape"),
+        ({"layer": L, "indices": jnp.zeros((B, K, 5), jnp.int32)}, "outside"),
+        ({"layer": 1.0, "indices": jnp.zeros((B, K, 5), jnp.int32)}, "integer scalar"),
+        ({"layer": 1}, "indices must be i32"),
+        ({"k_pool": in_memory(np.zeros((L, B, K, S, D), "f"), "pinned_host")}, "pool: K and V must be in the same"),
+    ],
+)
+def test_gather_rejects(changed, message):
+    with pytest.raises(ValueError, match=message):
+        gather_rows(**arrays(**changed))
+
+
+def test_gather_rejects_a_pool_in_host_memory():
+    pool = in_memory(np.zeros((L, B, K, S, D), "f"), "pinned_host")
+    with pytest.raises(ValueError, match="pool must be in device memory"):
+        gather_rows(**arrays(k_pool=pool, v_pool=pool))
+
+
+def test_gather_rejects_mixed_dtypes():
+    pool = jnp.zeros((L, B, K, S, D), jnp.bfloat16)
+    with pytest.raises(ValueError, match="one dtype"):
+        gather_rows(**arrays(k_pool=pool, v_pool=pool))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k_block": jnp.zeros((L, B, 1, 5, D))}, "k_block must be"),
+        ({"v_block": jnp.zeros((L, B, K, 5, D), jnp.bfloat16)}, "v_block must be"),
+        ({"positions": jnp.zeros((B + 1,), jnp.int32)}, "positions must be"),
+        ({"mask": jnp.zeros((B,), jnp.int32)}, "mask must be"),
+    ],
+)
+def test_scatter_rejects(changed, message):
+    x = {
+        "k_block": jnp.zeros((L, B, K, 5, D)),
+        "v_block": jnp.zeros((L, B, K, 5, D)),
+        "positions": jnp.zeros((B,), jnp.int32),
+        "k_cache": jnp.zeros((L, B, K, N, D)),
+        "v_cache": jnp.zeros((L, B, K, N, D)),
+    }
+    with pytest.raises(ValueError, match=message):
+        scatter_rows(**(x | changed))
