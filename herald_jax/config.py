@@ -166,7 +166,15 @@ class ModelConfig:
     diffusion: DiffusionContract
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         _positive(self, *sizes, "max_position_embeddings")
         _require(
             self.num_heads % self.num_kv_heads == 0,

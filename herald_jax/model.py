@@ -30,9 +30,7 @@ Cache = TypeVar("Cache")
 class Attend(Protocol):
     """`attend(layer, q, k, v, cache) -> (out, cache)`; q, out `[B, T, K, G, D]`, k, v `[B, T, K, D]`, rotated already."""
 
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any
-    ) -> tuple[jax.Array, Any]: ...
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +201,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 
     factor = rope.attention_factor
     if factor is None:
-        factor = mscale(rope.mscale) / mscale(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else mscale(1.0)
+        factor = (
+            mscale(rope.mscale) / mscale(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else mscale(1.0)
+        )
     return inv * (keep + (1 - keep) / rope.factor), factor
 
 

@@ -23,11 +23,12 @@ def attention_xla(q, k, v, lengths, layer, rows, prefix_lengths, *, scale, impor
     b, t, h, _ = q.shape
     kv_heads, n = k.shape[1:3]
     group = h // kv_heads
+    lengths = jnp.clip(lengths, 0, n)
     shared = lengths.shape[1] == 1  # all queries of a row see the same entries
     limits = lengths if shared else jnp.repeat(lengths, t // lengths.shape[1], axis=1)
 
     # 0 * NaN is NaN: entries that no query sees must be taken out of V. Where they end is known only at run time.
-    seen = jnp.arange(n) < jnp.max(lengths, axis=1, keepdims=True)
+    seen = jnp.arange(n)[None, :] < jnp.max(lengths, axis=1, keepdims=True)
     v = jnp.where(seen[:, None, :, None], v, 0)
 
     def attend(q, limits, rows):
@@ -80,7 +81,7 @@ def _attend(q, k, v, limits, rows, prefix_lengths, *, scale, importance):
     folded = jnp.moveaxis(q.reshape(b, t, kv_heads, group, d), 2, 1).reshape(b, kv_heads, t * group, d)
     scores = jnp.einsum("bkrd,bknd->bkrn", folded, k, precision=precision, preferred_element_type=jnp.float32)
     scores = scores.reshape(b, kv_heads, t, group, n) * scale
-    visible = (jnp.arange(n) < limits[:, :, None])[:, None, :, None, :]
+    visible = (jnp.arange(n)[None, None, :] < limits[:, :, None])[:, None, :, None, :]
     lowest = jnp.finfo(jnp.float32).min
     scores = jnp.where(visible, scores, lowest)
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -99,7 +100,7 @@ def _attend(q, k, v, limits, rows, prefix_lengths, *, scale, importance):
         if importance.over == "prefix":
             # Its own softmax: dividing the weights above by their prefix sum loses everything when the block's own
             # entries outweigh the prefix by more than float32 holds.
-            inside = (jnp.arange(n) < prefix_lengths[:, None])[:, None, None, None, :] & visible
+            inside = (jnp.arange(n)[None, :] < prefix_lengths[:, None])[:, None, None, None, :] & visible
             top = jnp.max(jnp.where(inside, scores, lowest), axis=-1, keepdims=True)
             weights = jnp.where(inside, jnp.exp(scores - top), 0)
             total = jnp.sum(weights, axis=-1, keepdims=True)

@@ -102,8 +102,6 @@ def block_attention(
         lengths = lengths[:, None]
     _check(q, k, v, lengths, layer)
     b, t, _, d = q.shape
-    n = k.shape[-2]
-    lengths = jnp.clip(lengths, 0, n)
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     rows, prefix_lengths = _check_importance(importance, importance_rows, prefix_lengths, b, t, lengths.shape[1])
@@ -111,7 +109,7 @@ def block_attention(
 
     def xla(q, k, v, lengths, layer, rows, prefix_lengths):
         if rows is not None and rows.dtype != jnp.bool_:
-            rows = jnp.arange(t) == rows[:, None]
+            rows = jnp.arange(t)[None, :] == rows[:, None]
         return attention_xla.attention_xla(
             q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance
         )

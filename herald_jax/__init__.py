@@ -1,0 +1,36 @@
+"""herald_jax: block diffusion language models in JAX, with MAGE and HERALD sparse attention over long contexts."""
+
+from herald_jax.config import Dense, DiffusionContract, GenerateConfig, ModelConfig, RopeConfig
+from herald_jax.denoise import EntropyBound, Sequential, StaticLowConfidence, Threshold
+from herald_jax.errors import CheckpointError, ConfigError, ConversionError, GenerationError, HeraldError
+from herald_jax.generate import BlockEvent, GenerateResult, generate, stream
+from herald_jax.loading import Model, load
+from herald_jax.sharding import make_mesh
+from herald_jax.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockEvent",
+    "CheckpointError",
+    "ConfigError",
+    "ConversionError",
+    "Dense",
+    "DiffusionContract",
+    "EntropyBound",
+    "GenerateConfig",
+    "GenerateResult",
+    "GenerationError",
+    "HeraldError",
+    "Model",
+    "ModelConfig",
+    "RopeConfig",
+    "Sequential",
+    "StaticLowConfidence",
+    "Stats",
+    "Threshold",
+    "generate",
+    "load",
+    "make_mesh",
+    "stream",
+]

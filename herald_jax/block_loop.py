@@ -1,0 +1,286 @@
+"""The jitted block loop: denoise, commit, next block, stop, for every row of a batch at its own pace.
+
+One loop body is one forward of the whole batch. A row with masks left denoises; a row without commits: the forward it
+takes part in has just written its finished block's K and V, so its block becomes prefix and its next canvas begins.
+Rows never wait for each other, and denoising and committing share one compiled model. The body, `step`, is a plain
+function: calling it in a Python `while` gives the same tokens (tests/herald_jax/test_block_loop.py).
+
+Masks are positions (`known`), never token ids: a mask token typed into a prompt is data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from herald_jax.cache import DenseAttend, DeviceKV
+from herald_jax.config import ModelConfig
+from herald_jax.denoise import Policy, Prediction, Sampling, predict
+from herald_jax.model import Params, Transformer, bind
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Everything that changes while a batch of B rows is written. M is the block length, N the cache's capacity.
+
+    Attributes:
+      cache: K and V; slots below `length[b]` are committed.
+      tokens: i32[B, N], prompt and everything written so far.
+      prompt_length, limit: i32[B], where new tokens begin and the position that ends the row.
+      length: i32[B], committed prefix.
+      canvas, known: i32[B, M], bool[B, M], the current block and which of its positions hold tokens.
+      step: i32[B], denoising steps taken in the current block.
+      whole_block: bool[B], whether the block's K and V have been written since its first step (sub-block cache).
+      ready: i32[B], end of the tokens that are final; `fresh` bool[B] says that the last forward finished a block.
+      done, failed: bool[B]; failed rows met a NaN.
+      key: typed PRNG keys [B].
+      forwards, commits, blocks: i32[B] counters; batch_forwards: i32.
+    """
+
+    cache: DeviceKV
+    tokens: jax.Array
+    prompt_length: jax.Array
+    limit: jax.Array
+    length: jax.Array
+    canvas: jax.Array
+    known: jax.Array
+    step: jax.Array
+    whole_block: jax.Array
+    ready: jax.Array
+    fresh: jax.Array
+    done: jax.Array
+    failed: jax.Array
+    key: jax.Array
+    forwards: jax.Array
+    commits: jax.Array
+    blocks: jax.Array
+    batch_forwards: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """What the loop is compiled for."""
+
+    config: ModelConfig
+    mesh: Mesh | None = None
+    block_cache: bool = False
+    implementation: str | None = None
+
+
+@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("cache",))
+def first_canvas(
+    params: Params,
+    cache: DeviceKV,
+    last_hidden: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+    prompt_length: jax.Array,
+    limit: jax.Array,
+    done: jax.Array,
+    key: jax.Array,
+    stops: jax.Array,
+    sampling: Sampling,
+    *,
+    options: LoopOptions,
+) -> Rows:
+    """The state after prefill: each row's prompt remainder (or seed) is known, the rest of its first block masked."""
+    contract = options.config.diffusion
+    batch, block = tokens.shape[0], contract.block_length
+    index = jnp.arange(block)[None, :]
+    slots = length[:, None] + index
+    canvas = jnp.take_along_axis(tokens, jnp.minimum(slots, tokens.shape[1] - 1), axis=1)
+    known = slots < prompt_length[:, None]
+    failed = jnp.zeros((batch,), bool)
+    if contract.seeded:
+        kernel = bind(options.config, params).head_kernel()
+        keys = None if sampling.greedy else _position_keys(key, length[:, None], jnp.zeros_like(length))
+        seed = predict(last_hidden[:, None], kernel, sampling, keys, _greedy_seed(options, (batch, 1)))
+        needs_seed = ~known[:, :1] & ~done[:, None]
+        canvas = jnp.where(needs_seed & (index == 0), seed.token, canvas)
+        known = known | (index == 0)
+        failed = needs_seed[:, 0] & jnp.isnan(seed.confidence[:, 0])
+    zero = jnp.zeros((batch,), jnp.int32)
+    off = jnp.zeros((batch,), bool)
+    rows = Rows(
+        cache, tokens, prompt_length, limit, length, canvas, known, zero, off, prompt_length, off, done, failed, key,
+        zero, zero, zero, jnp.zeros((), jnp.int32),
+    )  # fmt: skip
+    return _settle(rows, stops, jnp.zeros((batch,), bool))
+
+
+def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax.Array:
+    """A key per absolute position `[B, T]` and step `[B]`: noise depends on neither the batch nor the window computed."""
+    at_position = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, positions)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(at_position, step)
+
+
+def _greedy_seed(options: LoopOptions, shape: tuple[int, int]) -> jax.Array | None:
+    """Which predictions take the argmax whatever the temperature: position 0, the seed, where the family says so."""
+    contract = options.config.diffusion
+    if not contract.seeded or contract.seed_rule == "sample":
+        return None
+    return jnp.broadcast_to(jnp.arange(shape[1])[None, :] == 0, shape)
+
+
+def _settle(rows: Rows, stops: jax.Array, was_complete: jax.Array) -> Rows:
+    """Decide which rows are finished and which tokens are final, after the canvas changed."""
+    block = rows.canvas.shape[1]
+    slots = rows.length[:, None] + jnp.arange(block)[None, :]
+    prefix_known = jnp.cumprod(rows.known, axis=1).astype(bool)
+    written = slots >= rows.prompt_length[:, None]
+    stop = prefix_known & written & jnp.any(rows.canvas[:, :, None] == stops[None, None, :], axis=-1)
+    complete = jnp.all(rows.known, axis=1)
+    # Masks past the limit are never needed: what precedes them is final.
+    full = jnp.all(rows.known | (slots >= rows.limit[:, None]), axis=1) & (rows.length + block >= rows.limit)
+    finished = rows.failed | jnp.any(stop, axis=1) | full
+    newly_done = finished & ~rows.done
+    fresh = ~rows.done & ((complete & ~was_complete) | newly_done)
+    end = rows.length + jnp.sum(prefix_known, axis=1, dtype=jnp.int32)
+    tokens = rows.tokens.at[jnp.arange(rows.tokens.shape[0])[:, None], slots].set(
+        jnp.where(rows.done[:, None], jnp.take_along_axis(rows.tokens, slots, axis=1), rows.canvas)
+    )
+    return dataclasses.replace(
+        rows,
+        tokens=tokens,
+        ready=jnp.where(fresh & ~rows.failed, jnp.minimum(end, rows.limit), rows.ready),
+        fresh=fresh,
+        done=rows.done | finished,
+        blocks=rows.blocks + fresh,
+    )
+
+
+def step(
+    model: Transformer, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, options: LoopOptions
+) -> Rows:
+    """One forward of the batch, and what follows from it for every row."""
+    contract = options.config.diffusion
+    batch, block = rows.canvas.shape
+    index = jnp.arange(block)[None, :]
+    active = ~rows.done
+    complete = jnp.all(rows.known, axis=1)
+    committing = active & complete
+
+    small = contract.small_block_length
+    open_blocks = jnp.any(~rows.known.reshape(batch, block // small, small), axis=-1)
+    window = jnp.argmax(open_blocks, axis=-1).astype(jnp.int32)  # leftmost small block with a mask
+    eligible = ~rows.known & active[:, None] & (index // small == window[:, None])
+
+    prediction, cache = _forward(model, rows, window, active, sampling, options)
+    reveal = policy(
+        eligible=eligible,
+        confidence=prediction.confidence,
+        entropy=prediction.entropy,
+        step=rows.step,
+        block_length=block,
+    )
+    reveal = reveal & eligible
+    canvas = jnp.where(reveal, prediction.token, rows.canvas)
+    known = rows.known | reveal
+
+    fresh_known = jnp.broadcast_to((index == 0) & contract.seeded, known.shape)
+    used = eligible | (fresh_known & committing[:, None])
+    nan = jnp.any(used & jnp.isnan(prediction.confidence), axis=1)
+    rows = dataclasses.replace(
+        rows,
+        cache=cache,
+        length=rows.length + block * committing,
+        canvas=jnp.where(committing[:, None] & contract.seeded, prediction.token, canvas),
+        known=jnp.where(committing[:, None], fresh_known, known),
+        step=jnp.where(committing, 0, rows.step + active),
+        whole_block=active & ~committing,
+        failed=rows.failed | nan,
+        forwards=rows.forwards + active,
+        commits=rows.commits + committing,
+        batch_forwards=rows.batch_forwards + 1,
+    )
+    return _settle(rows, stops, complete & ~committing)
+
+
+def _forward(
+    model: Transformer, rows: Rows, window: jax.Array, active: jax.Array, sampling: Sampling, options: LoopOptions
+) -> tuple[Prediction, DeviceKV]:
+    """Predictions `[B, M]` for the canvas and the cache holding its K and V.
+
+    With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block, holds
+    the prediction of the last hidden state instead: the seed of the next block.
+    """
+    contract = options.config.diffusion
+    batch, block = rows.canvas.shape
+    inputs = rows.canvas
+    if contract.mask_token_id is not None:
+        inputs = jnp.where(rows.known, rows.canvas, contract.mask_token_id)
+    shifted = contract.logit_alignment == "shifted"
+    visible = jnp.where(active, rows.length + block, 0)[:, None]
+
+    def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+        at = offset[:, None] + jnp.arange(size)[None, :]
+        attend = DenseAttend(rows.length + offset, visible, keep, options.mesh, options.implementation)
+        chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
+        hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
+        target = jnp.where((at == 0) & shifted, block, at)
+        if shifted:
+            hidden = jnp.roll(hidden, 1, axis=1)
+        keys = None if sampling.greedy else _position_keys(rows.key, rows.length[:, None] + target, rows.step)
+        greedy = None if sampling.greedy or size != block else _greedy_seed(options, (batch, size))
+        return predict(hidden, model.head_kernel(), sampling, keys, greedy), cache
+
+    zero = jnp.zeros_like(window)
+    if not options.block_cache:
+        return run(zero, block, None, rows.cache)
+
+    # Fast-dLLM v2's sub-block cache. A row refreshes its whole block's K and V at the block's first step, whenever the
+    # first position of its small block is masked, and to commit; otherwise only its small block is written, and the
+    # rest of the block is seen as the last refresh left it. The choice is the row's own: when one row refreshes, the
+    # others take part in the whole-block forward but write no more than their small block.
+    small = contract.small_block_length
+    first_masked = ~jnp.take_along_axis(rows.known, (window * small)[:, None], axis=1)[:, 0]
+    refresh = active & (~rows.whole_block | first_masked | jnp.all(rows.known, axis=1))
+
+    def whole(cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+        keep = refresh[:, None] | ((jnp.arange(block) // small)[None, :] == window[:, None])
+        return run(zero, block, keep, cache)
+
+    def partial(cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+        part, cache = run(window * small, small, None, cache)
+        at = (window * small)[:, None] + jnp.arange(small)[None, :]
+        spread = jax.tree.map(
+            lambda x: jnp.zeros((batch, block), x.dtype).at[jnp.arange(batch)[:, None], at].set(x), part
+        )
+        return spread, cache
+
+    return jax.lax.cond(jnp.any(refresh), whole, partial, rows.cache)
+
+
+@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",))
+def run_blocks(
+    params: Params,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    pause: jax.Array,
+    *,
+    options: LoopOptions,
+) -> Rows:
+    """Write until every row is done, or, with `pause`, until a forward has finished a block of some row.
+
+    Args:
+      rows: donated. `stops` i32[S]: ids that end a row. `pause`: bool scalar, traced; streaming and whole runs are the
+      same compiled program.
+    """
+    model = bind(options.config, params)
+
+    def body(rows: Rows) -> Rows:
+        return step(model, rows, policy, sampling, stops, options)
+
+    def going(rows: Rows) -> Any:
+        return ~jnp.all(rows.done) & ~(pause & jnp.any(rows.fresh))
+
+    rows = dataclasses.replace(rows, fresh=jnp.zeros_like(rows.fresh))
+    return jax.lax.while_loop(going, body, rows)

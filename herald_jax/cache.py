@@ -1,0 +1,111 @@
+"""The KV cache in device memory, and attention over it.
+
+Layout is head-major, `[L, B, K, N, D]`: a head's entries are contiguous, which the kernels and a host scan both need.
+Every forward writes the K and V of its block behind the prefix (slots `start .. start + T`) and attends to prefix and
+block in one pass; committing a block is nothing more than counting those slots as prefix afterwards. Slots past a row's
+committed length hold leftovers that no query sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from herald_jax.config import ModelConfig
+from pallas_kernels import block_attention
+
+_CACHE = P(None, "data", "model", None, None)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class DeviceKV:
+    """K and V of every layer, each `[L, B, K, N, D]` in the model dtype."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """N, slots per row."""
+        return self.k.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @classmethod
+    def empty(cls, config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> DeviceKV:
+        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
+        sharding = None if mesh is None else NamedSharding(mesh, _CACHE)
+        zeros = functools.partial(jnp.zeros, shape, jnp.dtype(config.dtype), device=sharding)
+        return cls(zeros(), zeros())
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseAttend:
+    """The dense plan's `attend`: write the block's K and V behind the prefix, then attend to all that is visible.
+
+    Attributes:
+      start: i32[B], or a scalar when all rows write at one place (prefill): first slot written.
+      visible: i32[B, Q]: entries that each of the Q equal runs of the T queries sees.
+      keep: bool[B, T] or None: which of the T positions are written; the rest keep what their slots hold.
+      mesh: run per device over "data" (rows) and "model" (KV heads).
+      implementation: passed to `block_attention`.
+    """
+
+    start: jax.Array
+    visible: jax.Array
+    keep: jax.Array | None = None
+    mesh: Mesh | None = None
+    implementation: Any = None
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: DeviceKV
+    ) -> tuple[jax.Array, DeviceKV]:
+        """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
+        local = functools.partial(_write_and_attend, layer, self.implementation)
+        args = (q, k, v, cache.k, cache.v, self.start, self.visible, self.keep)
+        if self.mesh is not None:
+            row = P("data") if self.start.ndim else P()
+            keep = None if self.keep is None else P("data", None)
+            heads = P("data", None, "model", None)
+            in_specs = (P("data", None, "model", None, None), heads, heads, _CACHE, _CACHE, row, P("data", None), keep)
+            out_specs = (in_specs[0], _CACHE, _CACHE)
+            local = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        out, new_k, new_v = local(*args)
+        return out, DeviceKV(new_k, new_v)
+
+
+def _write_and_attend(layer: int, implementation: Any, q, k, v, cache_k, cache_v, start, visible, keep):
+    cache_k = write(cache_k, layer, k, start, keep)
+    cache_v = write(cache_v, layer, v, start, keep)
+    b, t, kv_heads, group, d = q.shape
+    folded = q.reshape(b, t, kv_heads * group, d)
+    result = block_attention(folded, cache_k, cache_v, visible, layer=layer, implementation=implementation)
+    return result.out.reshape(q.shape), cache_k, cache_v
+
+
+def write(cache: jax.Array, layer: int, new: jax.Array, start: jax.Array, keep: jax.Array | None = None) -> jax.Array:
+    """`new` `[B, T, K, D]` into slots `start[b] .. start[b] + T` of one layer of `[L, B, K, N, D]`, in place under jit.
+
+    The slots must lie inside the cache; `generate` sizes it so that even a finished row's do.
+    """
+    batch, length = new.shape[:2]
+    if keep is None and (start.ndim == 0 or batch == 1):
+        slot = start.reshape(())
+        block = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
+        zero = jnp.zeros_like(slot)
+        return jax.lax.dynamic_update_slice(cache, block, (jnp.full_like(slot, layer), zero, zero, slot, zero))
+    slots = start.reshape(-1, 1) + jnp.arange(length)[None, :]
+    if keep is not None:
+        slots = jnp.where(keep, slots, cache.shape[3])  # out of bounds: dropped
+    rows = jnp.arange(batch)[:, None]
+    return cache.at[layer, rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=keep is None)

@@ -1,0 +1,236 @@
+"""One denoising decision: hidden states to (token, confidence, entropy), then a policy that says what to reveal.
+
+Policies are small frozen callables, pytrees whose thresholds are traced leaves: changing a threshold never recompiles.
+Shape letters: B batch, M block length, R rows of hidden states, E hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from herald_jax.errors import GenerationError
+
+# Rows of logits held at once: [HEAD_ROWS, V] float32 is 155 MB at V = 152k. Chunking over rows, not over the vocabulary,
+# keeps each logit computed once, reads the head weight once per 256 rows, and leaves a vocabulary-sharded head to XLA.
+HEAD_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the head says of each row of hidden states.
+
+    Attributes:
+      token: i32[..., ] the chosen id.
+      confidence: f32[...] its probability under the raw softmax (no temperature, no top-k or top-p).
+      entropy: f32[...] of the raw softmax, in nats.
+    """
+
+    token: jax.Array
+    confidence: jax.Array
+    entropy: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits. The flags are static (they choose the program), the numbers are traced."""
+
+    temperature: Any
+    top_p: Any
+    top_k: int
+    greedy: bool
+    nucleus: bool
+
+    @classmethod
+    def of(cls, temperature: float, top_k: int, top_p: float) -> Sampling:
+        greedy = temperature == 0
+        return cls(temperature, top_p, 0 if greedy else top_k, greedy, not greedy and top_p < 1)
+
+
+def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: jax.Array | None = None) -> jax.Array:
+    """Ids i32[R] from float32 logits `[R, V]`, one typed PRNG key per row (None when sampling is greedy).
+
+    Temperature 0 is argmax (lowest id on ties). Otherwise the Gumbel-max trick on logits / temperature, restricted to
+    the top_k largest and then to the smallest set whose probability reaches top_p; each row on its own. Rows flagged in
+    `greedy` (bool[R]) take the argmax whatever the temperature.
+    """
+    if sampling.greedy or keys is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    scaled = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = jax.lax.top_k(scaled, sampling.top_k)[0][:, -1:]
+        scaled = jnp.where(scaled < kth, -jnp.inf, scaled)
+    if sampling.nucleus:
+        ordered = jnp.sort(scaled, axis=-1, descending=True)
+        probs = jax.nn.softmax(ordered, axis=-1)
+        inside = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p  # mass before this token: the first is always in
+        last = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+        scaled = jnp.where(scaled < last, -jnp.inf, scaled)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+    noisy = scaled + noise if greedy is None else jnp.where(greedy[:, None], logits, scaled + noise)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def _predict_rows(
+    hidden: jax.Array, keys: jax.Array | None, greedy: jax.Array | None, kernel: jax.Array, sampling: Sampling
+) -> Prediction:
+    precision = "highest" if kernel.dtype == jnp.float32 else None
+    logits = jnp.einsum("re,ve->rv", hidden, kernel, preferred_element_type=jnp.float32, precision=precision)
+    token = draw(logits, keys, sampling, greedy)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - top[:, 0]
+    entropy = jnp.log(total) - jnp.sum(jnp.where(weights > 0, weights * (logits - top), 0.0), axis=-1) / total
+    return Prediction(token, jnp.exp(chosen) / total, entropy)
+
+
+def predict(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    sampling: Sampling,
+    keys: jax.Array | None = None,
+    greedy: jax.Array | None = None,
+) -> Prediction:
+    """Run the vocabulary head `kernel` [V, E] over `hidden` [B, T, E]; every field of the result is `[B, T]`.
+
+    `keys` are typed PRNG keys `[B, T]` (None: greedy), `greedy` bool[B, T] as in `draw`. At most HEAD_ROWS rows of
+    float32 logits exist at a time. A NaN among a row's logits makes its confidence NaN.
+    """
+    batch, length, size = hidden.shape
+    rows = batch * length
+    parts = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), (hidden, keys, greedy))
+    if rows <= HEAD_ROWS:
+        result = _predict_rows(*parts, kernel, sampling)
+    else:
+        padded = -(-rows // HEAD_ROWS) * HEAD_ROWS
+        index = jnp.minimum(jnp.arange(padded), rows - 1).reshape(-1, HEAD_ROWS)
+        result = jax.lax.map(lambda i: _predict_rows(*jax.tree.map(lambda x: x[i], parts), kernel, sampling), index)
+    return jax.tree.map(lambda x: x.reshape(-1)[:rows].reshape(batch, length), result)
+
+
+def schedule(step: jax.Array, block_length: int, steps: int | None) -> jax.Array:
+    """How many positions step `step` (i32[B]) must reveal: block_length spread over `steps`, the first ones taking the rest.
+
+    None means one per step. Past the last scheduled step (sub-blocks can need more) the largest share goes on.
+    """
+    steps = block_length if steps is None else min(steps, block_length)
+    base, extra = divmod(block_length, steps)
+    return jnp.where((step < extra) | (step >= steps), base + (extra > 0), base)
+
+
+def _ranks(order: jax.Array, eligible: jax.Array) -> jax.Array:
+    """Rank of each eligible position by `order` [B, M], largest first, ties to the lower index; i32[B, M]."""
+    index = jnp.arange(order.shape[-1])
+    a, b = order[:, :, None], order[:, None, :]
+    before = (b > a) | ((b == a) & (index[None, None, :] < index[None, :, None]))
+    return jnp.sum(before & eligible[:, None, :], axis=-1)
+
+
+def _check_steps(steps: int | None) -> None:
+    if steps is not None and not (isinstance(steps, int) and steps > 0):
+        raise GenerationError(
+            f"steps is {steps!r}, but must be a positive number of steps per block, or None for one each"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLowConfidence:
+    """Reveal a fixed number of the most confident positions per step, so that a block takes `steps` steps.
+
+    SDAR's `low_confidence_static`. steps=None reveals one position per step.
+    """
+
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+
+    def __call__(
+        self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
+    ) -> jax.Array:
+        count = schedule(step, block_length, self.steps)[:, None]
+        return eligible & (_ranks(confidence, eligible) < count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Reveal every position whose confidence exceeds `threshold`, or the scheduled number of best ones if that is more.
+
+    With steps=None at least the best one is revealed: Fast-dLLM v2's rule, and SDAR's `low_confidence_dynamic` at one
+    step per position. The comparison is strict, as in both families' published code.
+    """
+
+    threshold: Any = 0.9
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+        if isinstance(self.threshold, (int, float)) and not 0 <= self.threshold <= 1:
+            raise GenerationError(f"threshold is {self.threshold!r}, but a probability between 0 and 1 was expected")
+
+    def __call__(
+        self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
+    ) -> jax.Array:
+        count = schedule(step, block_length, self.steps)[:, None]
+        sure = eligible & (confidence > self.threshold)
+        best = eligible & (_ranks(confidence, eligible) < count)
+        return jnp.where(jnp.sum(sure, axis=-1, keepdims=True) >= count, sure, best)
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyBound:
+    """Reveal positions in ascending entropy while their summed entropy (nats) stays below `bound`, at least the schedule.
+
+    What SDAR's `entropy_bounded` sets out to do (its published code sums over the wrong axis).
+    """
+
+    bound: Any = 0.35
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+        if isinstance(self.bound, (int, float)) and not 0 <= self.bound < float("inf"):
+            raise GenerationError(f"entropy bound is {self.bound!r}, but a number of nats from 0 up was expected")
+
+    def __call__(
+        self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
+    ) -> jax.Array:
+        rank = _ranks(-entropy, eligible)
+        no_later = eligible[:, None, :] & (rank[:, None, :] <= rank[:, :, None])
+        total = jnp.sum(jnp.where(no_later, entropy[:, None, :], 0.0), axis=-1)
+        count = schedule(step, block_length, self.steps)[:, None]
+        return eligible & ((total < self.bound) | (rank < count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequential:
+    """Reveal the scheduled number of leftmost masked positions: SDAR's `sequential`."""
+
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+
+    def __call__(
+        self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
+    ) -> jax.Array:
+        count = schedule(step, block_length, self.steps)[:, None]
+        return eligible & (jnp.cumsum(eligible, axis=-1) <= count)
+
+
+POLICIES = (StaticLowConfidence, Threshold, EntropyBound, Sequential)
+Policy = StaticLowConfidence | Threshold | EntropyBound | Sequential
+
+for _cls, _data, _meta in (
+    (Prediction, ["token", "confidence", "entropy"], []),
+    (Sampling, ["temperature", "top_p"], ["top_k", "greedy", "nucleus"]),
+    (StaticLowConfidence, [], ["steps"]),
+    (Threshold, ["threshold"], ["steps"]),
+    (EntropyBound, ["bound"], ["steps"]),
+    (Sequential, [], ["steps"]),
+):
+    jax.tree_util.register_dataclass(_cls, data_fields=_data, meta_fields=_meta)

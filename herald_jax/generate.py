@@ -1,0 +1,329 @@
+"""From prompts to tokens: `generate`, and `stream`, which yields each finished block.
+
+This module is the host side of the block loop: it checks the request, sizes the cache, runs prefill and the jitted loop
+(`block_loop.run_blocks`), and turns buffers into lists and text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from herald_jax import sharding
+from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
+from herald_jax.cache import DeviceKV
+from herald_jax.config import Dense, GenerateConfig, ModelConfig, Plan
+from herald_jax.denoise import Sampling
+from herald_jax.errors import GenerationError
+from herald_jax.loading import Model
+from herald_jax.prefill import chunk_length, prefill
+from herald_jax.stats import CompileClock, Stats
+from herald_jax.text import StreamDecoder
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult:
+    """What a batch produced.
+
+    Attributes:
+      tokens: new ids of each row, the stop token included.
+      texts: their decoded form without special tokens; None for a model without tokenizer.
+      errors: row to one sentence, for rows that ended early because the model produced NaN; their tokens stop there.
+      stats: counts and times.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str] | None
+    errors: dict[int, str]
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockEvent:
+    """A finished block of one row.
+
+    Attributes:
+      row: index of the prompt.
+      index: how many blocks of this row were finished before.
+      tokens: the new ids (prompt remainder excluded, cut at the stop token or the limit).
+      text: what they add to the row's text; "" while a character is incomplete, None without tokenizer.
+      done: whether the row ended with this block.
+      error: a sentence when it ended because the model produced NaN.
+    """
+
+    row: int
+    index: int
+    tokens: list[int]
+    text: str | None
+    done: bool
+    error: str | None = None
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    config: GenerateConfig | None = None,
+    plan: Plan | None = None,
+    *,
+    keys: jax.Array | None = None,
+    implementation: str | None = None,
+) -> GenerateResult:
+    """Continue every prompt of a batch.
+
+    Args:
+      model: from `herald_jax.load`.
+      prompts: texts (encoded as they are; apply the chat template with `model.tokenizer.chat`) or lists of ids.
+      config: see `GenerateConfig`.
+      plan: `Dense()`.
+      keys: typed PRNG keys, one per row; None derives them from `config.seed` and the row's index.
+      implementation: of attention: None, "xla" or "mosaic_gpu" (`pallas_kernels.block_attention`).
+
+    Returns:
+      `GenerateResult`. A row's tokens depend on its prompt, its key and the configuration alone, not on its neighbours.
+
+    Raises:
+      GenerationError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room in the model's context,
+        or an option the model's family does not have.
+    """
+    run = _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation)
+    run.advance(pause=False)
+    return run.result()
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[Prompt],
+    config: GenerateConfig | None = None,
+    plan: Plan | None = None,
+    *,
+    keys: jax.Array | None = None,
+    implementation: str | None = None,
+) -> Iterator[BlockEvent | Stats]:
+    """As `generate`, yielding a `BlockEvent` for every block as soon as it is finished, and the `Stats` at the end.
+
+    The request is checked and prefilled when the first event is asked for. Closing the iterator stops the work.
+    """
+    run = _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation)
+    yield from run.events()
+    while not run.finished:
+        run.advance(pause=True)
+        yield from run.events()
+    yield run.stats()
+
+
+def capacity_for(needed: int) -> int:
+    """Slots to allocate for `needed`: rounded up in steps of an eighth to a quarter, so that shapes repeat."""
+    grain = max(128, 1 << max(needed.bit_length() - 3, 0))
+    return -(-needed // grain) * grain
+
+
+class _Run:
+    """One batch on its way from prompts to tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Prompt],
+        config: GenerateConfig,
+        plan: Plan,
+        keys: jax.Array | None,
+        implementation: str | None,
+    ):
+        self._clock = CompileClock()
+        self.model, self.config = model, config
+        contract = model.config.diffusion
+        block = contract.block_length
+        ids = _encode(model, prompts)
+        _check(model.config, config, plan, ids)
+        self.count = len(ids)
+        if keys is not None and keys.shape != (self.count,):
+            raise GenerationError(
+                f"keys have shape {keys.shape}, but one typed key per prompt, ({self.count},), was expected"
+            )
+
+        # Rows that only fill a data-parallel batch are done from the start.
+        data = 1 if model.mesh is None else model.mesh.shape["data"]
+        batch = -(-self.count // data) * data
+        self.prompt_length = np.array([len(row) for row in ids] + [1] * (batch - self.count), np.int32)
+        limit = self.prompt_length + config.max_new_tokens
+        whole = self.prompt_length // block * block
+        whole[self.count :] = 0
+        longest = int(whole.max())
+        chunk = chunk_length(longest, config.prefill_chunk, block) if longest else block
+        end = int((-(-limit // block) * block).max()) + block
+        capacity = capacity_for(max(end, -(-longest // chunk) * chunk))
+        tokens = np.zeros((batch, capacity), np.int32)
+        for row, prompt in enumerate(ids):
+            tokens[row, : len(prompt)] = prompt
+
+        stops = contract.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        self._stops = np.array((-1,) if config.ignore_stop or not stops else stops, np.int32)
+        self._sampling = Sampling.of(config.temperature, config.top_k, config.top_p)
+        self._options = LoopOptions(model.config, model.mesh, config.block_cache, implementation)
+
+        started = time.perf_counter()
+        place = self._place
+        cache = DeviceKV.empty(model.config, batch, capacity, model.mesh)
+        self.kv_bytes = cache.nbytes
+        cache, last_hidden = prefill(
+            model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
+            implementation=implementation,
+        )  # fmt: skip
+        self._rows: Rows = first_canvas(
+            model.params,
+            cache,
+            last_hidden,
+            place(tokens),
+            place(whole),
+            place(self.prompt_length),
+            place(limit),
+            place(np.arange(batch) >= self.count),
+            place(_row_keys(config.seed, keys, batch)),
+            self._stops,
+            self._sampling,
+            options=self._options,
+        )
+        self._emitted = self.prompt_length[: self.count].copy()
+        self._indices = [0] * self.count
+        self._reported = np.zeros(self.count, bool)
+        self._decoders = [StreamDecoder(model.tokenizer) for _ in ids] if model.tokenizer_dir else None
+        self._fetch()
+        self._prefill_compile = self._clock.seconds
+        self.prefill_seconds = time.perf_counter() - started - self._prefill_compile
+        self.decode_seconds = 0.0
+
+    def _place(self, value: Any) -> Any:
+        sharded = sharding.batch_sharding(self.model.mesh, value.ndim)
+        return value if sharded is None else jax.device_put(value, sharded)
+
+    def _fetch(self) -> None:
+        rows = self._rows
+        self._host = _to_host(
+            {
+                "tokens": rows.tokens,
+                "ready": rows.ready,
+                "done": rows.done,
+                "failed": rows.failed,
+                "forwards": rows.forwards,
+                "commits": rows.commits,
+                "blocks": rows.blocks,
+                "batch_forwards": rows.batch_forwards,
+            }
+        )
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._host["done"].all())
+
+    def advance(self, *, pause: bool) -> None:
+        """Run the loop until a block of some row is finished (`pause`), or to the end."""
+        before, started = self._clock.seconds, time.perf_counter()
+        self._rows = run_blocks(
+            self.model.params,
+            self._rows,
+            self.config.policy,
+            self._sampling,
+            self._stops,
+            np.bool_(pause),
+            options=self._options,
+        )
+        self._fetch()
+        self.decode_seconds += time.perf_counter() - started - (self._clock.seconds - before)
+
+    def _new_tokens(self, row: int) -> list[int]:
+        new = self._host["tokens"][row, self.prompt_length[row] : self._host["ready"][row]].tolist()
+        stop = next((i for i, token in enumerate(new) if token in self._stops), len(new) - 1)
+        return new[: stop + 1]
+
+    def _error(self, row: int) -> str | None:
+        if not self._host["failed"][row]:
+            return None
+        return f"row {row} ended early: the model produced NaN after {len(self._new_tokens(row))} new tokens"
+
+    def events(self) -> Iterator[BlockEvent]:
+        """Blocks finished since the last call."""
+        for row in range(self.count):
+            end = int(self.prompt_length[row]) + len(self._new_tokens(row))
+            done = bool(self._host["done"][row])
+            if self._reported[row] or (end == self._emitted[row] and not done):
+                continue
+            new = self._host["tokens"][row, self._emitted[row] : end].tolist()
+            text = None
+            if self._decoders is not None:
+                text = self._decoders[row].push(new) + (self._decoders[row].flush() if done else "")
+            yield BlockEvent(row, self._indices[row], new, text, done, self._error(row))
+            self._emitted[row], self._reported[row] = end, done
+            self._indices[row] += 1
+
+    def result(self) -> GenerateResult:
+        tokens = [self._new_tokens(row) for row in range(self.count)]
+        texts = [self.model.tokenizer.decode(row) for row in tokens] if self.model.tokenizer_dir else None
+        errors = {row: error for row in range(self.count) if (error := self._error(row)) is not None}
+        return GenerateResult(tokens, texts, errors, self.stats())
+
+    def stats(self) -> Stats:
+        host = {name: value[: self.count] if value.ndim else value for name, value in self._host.items()}
+        forwards, commits = int(host["forwards"].sum()), int(host["commits"].sum())
+        return Stats(
+            rows=self.count,
+            prompt_tokens=int(self.prompt_length[: self.count].sum()),
+            new_tokens=sum(len(self._new_tokens(row)) for row in range(self.count)),
+            batch_forwards=int(host["batch_forwards"]),
+            forwards=forwards,
+            denoise_steps=forwards - commits,
+            commits=commits,
+            blocks=int(host["blocks"].sum()),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            compile_seconds=self._clock.seconds,
+            kv_bytes=self.kv_bytes,
+        )
+
+
+def _row_keys(seed: int, keys: jax.Array | None, batch: int) -> jax.Array:
+    derived = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(batch))
+    return derived if keys is None else derived.at[: keys.shape[0]].set(keys)
+
+
+def _to_host(values: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    if all(value.is_fully_addressable for value in values.values()):
+        return {name: np.asarray(value) for name, value in jax.device_get(values).items()}
+    return multihost_utils.process_allgather(values, tiled=True)
+
+
+def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
+    if isinstance(prompts, str):
+        raise GenerationError("prompts is a single text, but a list of prompts was expected; write [prompt]")
+    if not prompts:
+        raise GenerationError("prompts is empty, but at least one prompt was expected")
+    return [model.tokenizer.encode(p) if isinstance(p, str) else [int(t) for t in p] for p in prompts]
+
+
+def _check(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
+    contract = config.diffusion
+    if not isinstance(plan, Dense):
+        raise GenerationError(f"plan is {plan!r}, but must be Dense()")
+    if request.block_cache and contract.small_block_length == contract.block_length:
+        raise GenerationError(f"block_cache needs sub-blocks, but family {config.family!r} has none")
+    if request.top_k > config.vocab_size:
+        raise GenerationError(f"top_k is {request.top_k}, but the vocabulary has {config.vocab_size} ids")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise GenerationError(f"prompt {row} is empty, but at least one token was expected")
+        bad = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        if bad is not None:
+            raise GenerationError(f"prompt {row} has token id {bad}, outside the vocabulary of {config.vocab_size}")
+        end = len(prompt) + request.max_new_tokens
+        if end > config.max_position_embeddings:
+            raise GenerationError(
+                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {request.max_new_tokens}, together {end}, "
+                f"but the model's context is {config.max_position_embeddings} tokens; shorten one of them"
+            )

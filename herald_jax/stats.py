@@ -1,0 +1,96 @@
+"""What a run can report about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts and times of one `generate` call.
+
+    Attributes:
+      rows: prompts in the batch.
+      prompt_tokens, new_tokens: summed over rows.
+      batch_forwards: forwards the device ran (prefill not counted); rows share them.
+      forwards: forwards summed over the rows that were still writing: denoising steps and commits.
+      denoise_steps, commits: what `forwards` consists of.
+      blocks: finished blocks, summed over rows.
+      prefill_seconds, decode_seconds: wall time, compilation excluded.
+      compile_seconds: spent compiling during the call.
+      kv_bytes: allocated KV cache, all devices together.
+    """
+
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    batch_forwards: int
+    forwards: int
+    denoise_steps: int
+    commits: int
+    blocks: int
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    kv_bytes: int
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens per forward of a row: 1 is what autoregressive decoding reaches."""
+        return self.new_tokens / max(self.forwards, 1)
+
+    @property
+    def steps_per_block(self) -> float:
+        """Denoising steps per finished block."""
+        return self.denoise_steps / max(self.blocks, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and derived figures, JSON-able."""
+        derived = {"tokens_per_forward": self.tokens_per_forward, "steps_per_block": self.steps_per_block}
+        return dataclasses.asdict(self) | derived
+
+    def lines(self) -> list[str]:
+        """The report that `--stats` prints."""
+        rate = self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else float("nan")
+        return [
+            f"rows                {self.rows}",
+            f"prompt tokens       {self.prompt_tokens}",
+            f"new tokens          {self.new_tokens}",
+            f"forwards            {self.forwards} ({self.denoise_steps} denoising, {self.commits} commits; "
+            f"{self.batch_forwards} batched)",
+            f"tokens per forward  {self.tokens_per_forward:.2f}",
+            f"steps per block     {self.steps_per_block:.2f} over {self.blocks} blocks",
+            f"prefill             {self.prefill_seconds:.3f} s",
+            f"decode              {self.decode_seconds:.3f} s ({rate:.1f} tokens/s)",
+            f"compilation         {self.compile_seconds:.3f} s",
+            f"KV cache            {self.kv_bytes / 2**20:.1f} MiB",
+        ]
+
+
+class CompileClock:
+    """Seconds this process has spent compiling since the clock was made."""
+
+    def __init__(self) -> None:
+        self._start = _compile_seconds[0]
+
+    @property
+    def seconds(self) -> float:
+        return _compile_seconds[0] - self._start
+
+
+_compile_seconds = [0.0]
+
+
+def _on_duration(event: str, duration: float, **_: object) -> None:
+    if event in _COMPILE_EVENTS:
+        _compile_seconds[0] += duration
+
+
+# Tracing, lowering and XLA itself; all three are paid once per shape.
+_COMPILE_EVENTS = frozenset(
+    f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
