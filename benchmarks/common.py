@@ -1,0 +1,217 @@
+"""What every benchmark shares: device time of short kernels, the machine's description, and the results files.
+
+Device time is read from the profiler: the durations of the kernels (and copies) that one call put on the GPU, summed.
+It leaves out launch overhead on the host, so a kernel of a few microseconds is not hidden behind Python. Without a GPU,
+or when the profiler yields nothing, wall time of blocking calls is used instead, and `Time.how` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+RESULTS = Path(__file__).parent / "results"
+# A working set several times this is not served by the L2 of an H100 or H200 (50 and 60 MB).
+L2_BYTES = 60 * 2**20
+
+
+class Time(NamedTuple):
+    """Median seconds of one call, how it was measured, and the kernels of one call as (name, seconds)."""
+
+    seconds: float
+    how: str
+    kernels: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def us(self) -> float:
+        return self.seconds * 1e6
+
+
+def device_time(fn: Callable[..., Any], inputs: Sequence[tuple], *, repeats: int = 20, warmup: int = 2) -> Time:
+    """Median device time of `fn(*args)`, taking `args` from `inputs` in turn.
+
+    `fn` must be compiled once for all of `inputs` (they differ in values only). Give several inputs when one call reads
+    less than a few times the L2, or repeated calls measure the cache.
+    """
+    for i in range(max(warmup, min(len(inputs), 4))):
+        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
+    if jax.default_backend() != "gpu":
+        return Time(wall_time(fn, inputs, repeats=repeats), "wall")
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([fn(*inputs[i % len(inputs)]) for i in range(repeats)])
+        [trace] = Path(folder).rglob("*.xplane.pb")
+        events = _gpu_events(jax.profiler.ProfileData.from_file(str(trace)))
+    if not events:
+        return Time(wall_time(fn, inputs, repeats=repeats), "wall")
+    per_call, rest = divmod(len(events), repeats)
+    if rest:  # calls that launch different kernels cannot be told apart
+        return Time(sum(seconds for _, seconds in events) / repeats, "profiler, mean")
+    calls = [events[i * per_call : (i + 1) * per_call] for i in range(repeats)]
+    kernels = tuple((calls[0][j][0], statistics.median(call[j][1] for call in calls)) for j in range(per_call))
+    return Time(statistics.median(sum(seconds for _, seconds in call) for call in calls), "profiler", kernels)
+
+
+def _gpu_events(profile: Any) -> list[tuple[str, float]]:
+    """(name, seconds) of everything that ran on the GPU's streams, in order of start."""
+    events = [
+        (event.start_ns, event.name, event.duration_ns * 1e-9)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    return [(name, seconds) for _, name, seconds in sorted(events)]
+
+
+def wall_time(fn: Callable[..., Any], inputs: Sequence[tuple], *, repeats: int = 20, warmup: int = 1) -> float:
+    """Median wall-clock seconds of one call, waiting for its result."""
+    for i in range(warmup):
+        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
+    seconds = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def input_sets(bytes_per_set: int, *, at_most: int = 64) -> int:
+    """How many inputs to rotate through so that together they are at least four times the L2."""
+    return max(1, min(at_most, -(-4 * L2_BYTES // max(1, bytes_per_set))))
+
+
+def copy_bandwidth(nbytes: int = 2**31) -> float:
+    """Bytes per second of a large device-to-device copy, counting bytes read plus bytes written."""
+    x = jax.random.bits(jax.random.key(0), (nbytes // 4,), jnp.uint32)
+    taken = device_time(jax.jit(jnp.copy), [(x,)], repeats=10)
+    return 2 * nbytes / taken.seconds
+
+
+def rms_error(value: Any, reference: Any) -> float:
+    """RMS(value - reference) / RMS(reference), inf if anything is NaN."""
+    value, reference = jnp.asarray(value, jnp.float32), jnp.asarray(reference, jnp.float32)
+    error = float(jnp.sqrt(jnp.mean((value - reference) ** 2)) / jnp.sqrt(jnp.mean(reference**2)))
+    return error if error == error else float("inf")
+
+
+def row(id: str, value: float, unit: str, *, goal: str | None = None, detail: dict | None = None) -> dict[str, Any]:
+    """One row of a results file. `goal` is like ">=1.4" or "<=1.05"; `met` follows from it."""
+    result: dict[str, Any] = {"id": id, "value": _round(value), "unit": unit}
+    if goal is not None:
+        match = re.fullmatch(r"(>=|<=|==)\s*([-+0-9.e]+)", goal)
+        if not match:
+            raise ValueError(f"goal must be like '>=1.4', not {goal!r}")
+        limit = float(match[2])
+        met = {">=": value >= limit, "<=": value <= limit, "==": value == limit}[match[1]]
+        result |= {"goal": goal, "met": bool(met)}
+    if detail:
+        result["detail"] = _round(detail)
+    return result
+
+
+def _round(x: Any) -> Any:
+    """Floats to four significant digits, everywhere in a structure."""
+    if isinstance(x, dict):
+        return {key: _round(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_round(value) for value in x]
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def device_name() -> str:
+    """What the results file calls this machine, e.g. "NVIDIA H200" or "cpu"."""
+    return jax.devices()[0].device_kind
+
+
+def device_slug() -> str:
+    """The device's part of a results file's name: "h200" for "NVIDIA H200"."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name().lower().removeprefix("nvidia ")).strip("-")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what ran: Python, JAX, and where there is a GPU its driver and CUDA."""
+    found = {"python": sys.version.split()[0], "jax": jax.__version__}
+    if jax.default_backend() == "gpu":
+        found["cuda"] = jax.devices()[0].client.platform_version.replace("\n", " ")
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return found
+
+
+def commit() -> str:
+    """The commit of the running code: $HERALD_COMMIT where the tree travels without its history, else git's."""
+    if "HERALD_COMMIT" in os.environ:
+        return os.environ["HERALD_COMMIT"]
+    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None = None) -> Path:
+    """Writes `<folder>/<benchmark>-<device>.json`, by default under `benchmarks/results`.
+
+    Rows replace those of the same group (the id up to its first slash) in an existing file. Rows of groups that did not
+    run this time stay, and carry the commit and date that they came from.
+    """
+    rows = list(rows)
+    folder = RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark}-{device_slug()}.json"
+    groups = {r["id"].split("/")[0] for r in rows}
+    kept = []
+    if path.exists():
+        old = json.loads(path.read_text())
+        origin = {"commit": old["commit"], "date": old["date"]}
+        kept = [{**r, **{k: r.get(k, v) for k, v in origin.items()}} for r in old["rows"]]
+        kept = [r for r in kept if r["id"].split("/")[0] not in groups]
+    report = {
+        "benchmark": benchmark,
+        "device": device_name(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
+        "versions": versions(),
+        "rows": kept + rows,
+    }
+    lines = json.dumps({**report, "rows": []}, indent=1)
+    body = ",\n".join("  " + json.dumps(r) for r in report["rows"])
+    path.write_text(lines.replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
+    return path
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).stem
+
+
+def print_rows(rows: Iterable[dict]) -> None:
+    """The rows as a table, then all of them as one JSON line (the last line of every benchmark)."""
+    rows = list(rows)
+    width = max((len(r["id"]) for r in rows), default=0)
+    for r in rows:
+        verdict = "" if "goal" not in r else f"  goal {r['goal']}  {'met' if r['met'] else 'MISSED'}"
+        print(f"{r['id']:<{width}}  {r['value']:>10.4g} {r['unit']}{verdict}")
+    print(json.dumps({"rows": rows}))
+
+
+def output_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--out FOLDER`, where the results file goes."""
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder of the results file (default: benchmarks/results)"
+    )
