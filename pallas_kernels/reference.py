@@ -23,7 +23,7 @@ def attention_reference(q, k, v, lengths, *, scale=None) -> tuple[jax.Array, jax
     out 0 and lse -inf. Entries no query of the row sees may hold anything, NaN included.
     """
     weights, lse = _weights(q, k, lengths, scale)
-    seen = jnp.arange(v.shape[2]) < jnp.max(lengths, axis=1)[:, None]
+    seen = jnp.arange(v.shape[2])[None] < jnp.max(lengths, axis=1)[:, None]
     v = jnp.where(seen[:, None, :, None], v.astype(jnp.float32), 0)  # 0 * NaN is NaN, so the tail must go first
     out = jnp.einsum("btkgn,bknd->btkgd", weights, v, precision=lax.Precision.HIGHEST)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
@@ -67,7 +67,7 @@ def _weights(q, k, lengths, scale):
     q = q.astype(jnp.float32).reshape(b, t, kv_heads, h // kv_heads, d)
     scores = jnp.einsum("btkgd,bknd->btkgn", q, k.astype(jnp.float32), precision=lax.Precision.HIGHEST) * scale
     limit = jnp.repeat(lengths, t // lengths.shape[1], axis=1)
-    visible = (jnp.arange(n) < limit[:, :, None])[:, :, None, None, :]
+    visible = (jnp.arange(n)[None, None] < limit[:, :, None])[:, :, None, None, :]
     scores = jnp.where(visible, scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), 0)
