@@ -115,7 +115,7 @@ def first_canvas(
 
 
 def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax.Array:
-    """A key per absolute position `[B, T]` and step `[B]`: noise depends on neither the batch nor the window computed."""
+    """A key per absolute position `[B, T]` and step `[B]`: noise depends on neither the batch nor the window."""
     at_position = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, positions)
     return jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(at_position, step)
 
@@ -207,8 +207,8 @@ def _forward(
 ) -> tuple[Prediction, DeviceKV]:
     """Predictions `[B, M]` for the canvas and the cache holding its K and V.
 
-    With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block, holds
-    the prediction of the last hidden state instead: the seed of the next block.
+    With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block,
+    holds the prediction of the last hidden state instead: the seed of the next block.
     """
     contract = options.config.diffusion
     batch, block = rows.canvas.shape

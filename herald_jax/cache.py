@@ -84,7 +84,18 @@ class DenseAttend:
         return out, DeviceKV(new_k, new_v)
 
 
-def _write_and_attend(layer: int, implementation: Any, q, k, v, cache_k, cache_v, start, visible, keep):
+def _write_and_attend(
+    layer: int,
+    implementation: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache_k: jax.Array,
+    cache_v: jax.Array,
+    start: jax.Array,
+    visible: jax.Array,
+    keep: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     cache_k = write(cache_k, layer, k, start, keep)
     cache_v = write(cache_v, layer, v, start, keep)
     b, t, kv_heads, group, d = q.shape

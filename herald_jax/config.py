@@ -1,4 +1,4 @@
-"""What a model is (`ModelConfig`), how it writes (`DiffusionContract`) and what a caller asks for (`GenerateConfig`, plans).
+"""What a model is (`ModelConfig`), how it writes (`DiffusionContract`), what is asked of it (`GenerateConfig`, plans).
 
 Everything here is frozen, hashable and validated on construction, so that any instance can be a static argument of
 `jax.jit` and no later stage has to check again. Reading Hugging Face files into these classes is `hf_config.py`.

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from herald_jax.errors import GenerationError
 
-# Rows of logits held at once: [HEAD_ROWS, V] float32 is 155 MB at V = 152k. Chunking over rows, not over the vocabulary,
-# keeps each logit computed once, reads the head weight once per 256 rows, and leaves a vocabulary-sharded head to XLA.
+# Rows of logits held at once: [HEAD_ROWS, V] float32 is 155 MB at V = 152k. Chunking over rows, not over the
+# vocabulary, keeps each logit computed once, reads the head weight once per 256 rows, and leaves a vocabulary-sharded
+# head to XLA.
 HEAD_ROWS = 256
 
 
@@ -75,7 +76,7 @@ def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: 
 
 
 def _predict_rows(
-    hidden: jax.Array, keys: jax.Array | None, greedy: jax.Array | None, kernel: jax.Array, sampling: Sampling
+    hidden: jax.Array, keys: jax.Array | None, greedy: jax.Array | None, *, kernel: jax.Array, sampling: Sampling
 ) -> Prediction:
     precision = "highest" if kernel.dtype == jnp.float32 else None
     logits = jnp.einsum("re,ve->rv", hidden, kernel, preferred_element_type=jnp.float32, precision=precision)
@@ -100,20 +101,25 @@ def predict(
     `keys` are typed PRNG keys `[B, T]` (None: greedy), `greedy` bool[B, T] as in `draw`. At most HEAD_ROWS rows of
     float32 logits exist at a time. A NaN among a row's logits makes its confidence NaN.
     """
-    batch, length, size = hidden.shape
+    batch, length, _ = hidden.shape
     rows = batch * length
-    parts = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), (hidden, keys, greedy))
+    parts: tuple[Any, ...] = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), (hidden, keys, greedy))
+
+    def some(index: jax.Array) -> Prediction:
+        hidden, keys, greedy = jax.tree.map(lambda x: x[index], parts)
+        return _predict_rows(hidden, keys, greedy, kernel=kernel, sampling=sampling)
+
     if rows <= HEAD_ROWS:
-        result = _predict_rows(*parts, kernel, sampling)
+        result = _predict_rows(*parts, kernel=kernel, sampling=sampling)
     else:
         padded = -(-rows // HEAD_ROWS) * HEAD_ROWS
-        index = jnp.minimum(jnp.arange(padded), rows - 1).reshape(-1, HEAD_ROWS)
-        result = jax.lax.map(lambda i: _predict_rows(*jax.tree.map(lambda x: x[i], parts), kernel, sampling), index)
+        index = jnp.minimum(jnp.arange(padded), rows - 1)
+        result = jax.lax.map(some, index.reshape(-1, HEAD_ROWS))
     return jax.tree.map(lambda x: x.reshape(-1)[:rows].reshape(batch, length), result)
 
 
 def schedule(step: jax.Array, block_length: int, steps: int | None) -> jax.Array:
-    """How many positions step `step` (i32[B]) must reveal: block_length spread over `steps`, the first ones taking the rest.
+    """How many positions step `step` (i32[B]) must reveal: block_length over `steps`, the first ones taking the rest.
 
     None means one per step. Past the last scheduled step (sub-blocks can need more) the largest share goes on.
     """
@@ -183,7 +189,7 @@ class Threshold:
 
 @dataclasses.dataclass(frozen=True)
 class EntropyBound:
-    """Reveal positions in ascending entropy while their summed entropy (nats) stays below `bound`, at least the schedule.
+    """Reveal positions in ascending entropy while their sum (nats) stays below `bound`, at least the scheduled number.
 
     What SDAR's `entropy_bounded` sets out to do (its published code sums over the wrong axis).
     """

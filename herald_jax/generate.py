@@ -324,6 +324,6 @@ def _check(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: li
         end = len(prompt) + request.max_new_tokens
         if end > config.max_position_embeddings:
             raise GenerationError(
-                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {request.max_new_tokens}, together {end}, "
-                f"but the model's context is {config.max_position_embeddings} tokens; shorten one of them"
+                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {request.max_new_tokens}, together "
+                f"{end}, but the model's context is {config.max_position_embeddings} tokens; shorten one of them"
             )

@@ -51,10 +51,10 @@ class Model:
     def from_params(cls, config: ModelConfig, params: Params, *, mesh: Mesh | None = None, **fields: Any) -> Model:
         """Place parameters (host or device arrays, shaped as `param_specs(config)`) for `mesh`.
 
-        Raises ConfigError for leaves that are missing, unknown or of another shape, and for meshes the model cannot use.
+        Raises ConfigError for leaves missing, unknown or of another shape, and for meshes the model cannot use.
         """
         leaves, specs = flatten(params), param_specs(config)
-        wrong = [path for path in sorted(leaves.keys() ^ specs.keys())]
+        wrong = sorted(leaves.keys() ^ specs.keys())
         wrong += [path for path, leaf in leaves.items() if path in specs and leaf.shape != specs[path].shape]
         if wrong:
             raise ConfigError(f"parameters do not fit the configuration at {', '.join(wrong[:5])}")
@@ -81,7 +81,7 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     Args:
       path: directory written by `herald-convert`.
       dtype: "bfloat16", "float16" or "float32" to run in; None takes the checkpoint's.
-      mesh: devices to spread the model over, with axes "data" and/or "model" (`sharding.make_mesh`); None is one device.
+      mesh: devices to spread the model over, axes "data" and/or "model" (`sharding.make_mesh`); None: one device.
 
     Raises:
       CheckpointError: not a checkpoint, an incomplete one, or one written by a newer version.
@@ -94,7 +94,7 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     mesh = None if mesh is None else sharding.normalise_mesh(mesh)
     copies = sharding.replication(read_manifest(path).config, mesh)  # a mesh that does not fit fails before the read
     checkpoint = load_checkpoint(path, dtype=dtype, sharding_for=lambda _, spec: sharding.loading_sharding(spec, mesh))
-    extra = {"tokenizer_dir": checkpoint.tokenizer_dir, "provenance": checkpoint.provenance}
+    extra: dict[str, Any] = {"tokenizer_dir": checkpoint.tokenizer_dir, "provenance": checkpoint.provenance}
     if copies == 1:
         return Model(checkpoint.config, checkpoint.params, mesh, **extra)
     return Model.from_params(checkpoint.config, checkpoint.params, mesh=mesh, **extra)

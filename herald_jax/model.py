@@ -1,9 +1,9 @@
 """The transformer: a pre-norm, SwiGLU, grouped-query decoder declared with Flax NNX and called as a pure function.
 
 One class serves every dense family (Llama, Qwen2 / Fast-dLLM v2, Qwen3 / SDAR); `ModelConfig` says which parts exist.
-Parameters live outside the modules as a nested dict (`init_params`, `checkpoint.load_checkpoint`); `bind` joins them for
-the length of one trace. The module never decides what a query may see: each layer hands its q, k and v to an `attend`
-callback, which owns the KV cache. That callback is where the plans differ.
+Parameters live outside the modules as a nested dict (`init_params`, `checkpoint.load_checkpoint`); `bind` joins them
+for the length of one trace. The module never decides what a query may see: each layer hands its q, k and v to an
+`attend` callback, which owns the KV cache. That callback is where the plans differ.
 
 Shape letters: B batch, T query tokens, E hidden, K KV heads, G = H // K, D head dim, F MLP width, V vocabulary.
 """
@@ -28,7 +28,7 @@ Cache = TypeVar("Cache")
 
 
 class Attend(Protocol):
-    """`attend(layer, q, k, v, cache) -> (out, cache)`; q, out `[B, T, K, G, D]`, k, v `[B, T, K, D]`, rotated already."""
+    """`attend(layer, q, k, v, cache) -> (out, cache)`; q, out `[B, T, K, G, D]`; k, v `[B, T, K, D]`; rotated."""
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
 
@@ -82,8 +82,8 @@ class _RMSNorm(nnx.Module):
 class _Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         c, g = config, config.group_size
-        # Per KV head: its G query heads, its key head, its value head. One matmul instead of three, and a tensor-parallel
-        # split over KV heads keeps each head with the queries that read it.
+        # Per KV head: its G query heads, its key head, its value head. One matmul instead of three, and a
+        # tensor-parallel split over KV heads keeps each head with the queries that read it.
         shape = (c.hidden_size, c.num_kv_heads, g + 2, c.head_dim)
         axes = ("embed", "kv_heads", "group", "head_dim")
         self.qkv = _Linear("bte,ekjd->btkjd", shape, axes, dtype, bias_axes=3 if c.qkv_bias else 0)
@@ -239,7 +239,7 @@ def _specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Every leaf of `config`'s parameters: flat path (`"layers/0/attn/qkv/kernel"`) to shape, logical axes and dtype."""
+    """Every leaf of `config`'s parameters: flat path (`"layers/0/attn/qkv/kernel"`) to shape, axes and dtype."""
     return dict(_specs(config))
 
 

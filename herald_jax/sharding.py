@@ -89,7 +89,7 @@ def replicate_leaf(path: str, value: jax.Array, copies: int) -> jax.Array:
 
 
 def spec_of(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The partition of an array with logical `axes`. An undividable vocabulary is replicated; an MLP width is refused."""
+    """The partition of an array with logical `axes`. An undividable vocabulary is replicated, others are refused."""
     parts = []
     for axis, size in zip(axes, shape, strict=True):
         name = RULES[axis]

@@ -84,9 +84,9 @@ class CompileClock:
 _compile_seconds = [0.0]
 
 
-def _on_duration(event: str, duration: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event in _COMPILE_EVENTS:
-        _compile_seconds[0] += duration
+        _compile_seconds[0] += duration_secs
 
 
 # Tracing, lowering and XLA itself; all three are paid once per shape.
