@@ -19,6 +19,7 @@ VENV ?= .venv-$(PYVERSION)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 ARGS ?=
+DEMO_DIR ?= demo-models
 # Two workers suit two cores; more than four only cost memory, since XLA itself is parallel.
 WORKERS ?= auto
 PYTEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses=4 --dist=loadfile
@@ -46,7 +47,7 @@ $(VENV)/.oracle: $(VENV)/.dev
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(PY) -m herald_jax.demo
+	$(PY) -m herald_jax.demo --directory $(DEMO_DIR)
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not oracle and not gpu" $(ARGS)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from herald_jax.errors import CheckpointError, GenerationError
 from herald_jax.text import StreamDecoder, Tokenizer, load_tokenizer
 from tests.data_packages import qwen3_tokenizer
 from tests.herald_jax import text_oracle
+from tests.tiny import byte_level
 
 LANDED = json.loads(text_oracle.PATH.read_text(encoding="utf-8"))["qwen3"]
 SIMPLE_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -38,16 +39,6 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<s>", "</s>"])
-    return backend
-
-
-def byte_level() -> tokenizers.Tokenizer:
-    """One id per byte (and four special tokens): every character beyond ASCII is split."""
-    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"])
     return backend
 
 

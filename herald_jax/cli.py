@@ -1,0 +1,383 @@
+"""`herald-generate`: answers on the command line.
+
+The answers go to standard output (or a file), everything else (progress, statistics, errors) to standard error. Exit
+status: 0 done; 1 the model itself failed on a prompt; 2 the request was wrong, said in one sentence; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from herald_jax import denoise
+from herald_jax.config import DTYPES, Dense, GenerateConfig, Plan
+from herald_jax.errors import GenerationError, HeraldError
+from herald_jax.generate import BlockEvent, stream
+from herald_jax.generate import _check as check_request
+from herald_jax.loading import Model, load
+from herald_jax.sharding import make_mesh
+from herald_jax.stats import Stats
+
+# Each plan by name, built from the parsed arguments; a plan with options of its own adds them in `_parser`.
+PLANS: dict[str, Callable[[argparse.Namespace], Plan]] = {"dense": lambda args: Dense()}
+
+# Each policy by name: how it is built, and which of the policy flags it takes.
+POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
+    "static": (denoise.StaticLowConfidence, {"steps": "steps"}),
+    "threshold": (denoise.Threshold, {"steps": "steps", "threshold": "threshold"}),
+    "entropy-bound": (denoise.EntropyBound, {"steps": "steps", "entropy_bound": "bound"}),
+    "sequential": (denoise.Sequential, {"steps": "steps"}),
+}
+_POLICY_FLAGS = ("steps", "threshold", "entropy_bound")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A text, or a conversation that only a chat template can render.
+
+    Attributes:
+      text: the user's words; of a conversation, those of its last message.
+      messages: the conversation, or None for a plain text.
+    """
+
+    text: str
+    messages: list[dict[str, Any]] | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status and never raises for what a user can cause."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough (`| head`). Python would complain once more when it closes the stream.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except HeraldError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(
+            "the device ran out of memory; lower --batch-size or --max-new-tokens, or spread the model (--devices)"
+        )
+
+
+def _fail(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form all of ours have."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = GenerateConfig()
+    parser = _Parser(prog="herald-generate", description="Generate text with a converted checkpoint.")
+    parser.add_argument("checkpoint", help="directory written by herald-convert")
+    parser.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input is the prompt")
+
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--file",
+        metavar="F",
+        help="a prompt on each line ('-': standard input); in a .jsonl file each line is a JSON string, "
+        'or an object with "prompt" or "messages"',
+    )
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="apply the checkpoint's chat template (default: if it has one)",
+    )
+    group.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=defaults.max_new_tokens, metavar="N", help="default %(default)s"
+    )
+    group.add_argument(
+        "--policy", choices=POLICIES, default="threshold", help="which positions a step reveals (default %(default)s)"
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="denoising steps per block (default: one per position)")
+    group.add_argument("--threshold", type=float, metavar="P", help="confidence that reveals a position (default 0.9)")
+    group.add_argument("--entropy-bound", type=float, metavar="NATS", help="summed entropy of a step (default 0.35)")
+    group.add_argument(
+        "--temperature", type=float, default=defaults.temperature, metavar="T", help="0, the default, is greedy"
+    )
+    group.add_argument("--top-k", type=int, default=defaults.top_k, metavar="K", help="0, the default, is off")
+    group.add_argument("--top-p", type=float, default=defaults.top_p, metavar="P", help="1, the default, is off")
+    group.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling (default %(default)s)")
+    group.add_argument("--block-cache", action="store_true", help="Fast-dLLM v2's cache of sub-blocks")
+    group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
+
+    group = parser.add_argument_group("running")
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="write each block as soon as it is finished (default: if the output is a terminal)",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object a line: index, text, tokens, finish_reason")
+    group.add_argument("--output", metavar="F", help="file to write, whole or not at all, instead of standard output")
+    group.add_argument("--stats", action="store_true", help="report forwards, tokens per forward, times and KV bytes")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    config, plan = _generate_config(args), PLANS[args.plan](args)
+    for name in ("batch_size", "devices"):
+        if getattr(args, name) < 1:
+            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but at least 1 was expected")
+    prompts = _read_prompts(args)
+    with _output(args.output) as out:
+        model = load(
+            args.checkpoint, dtype=args.dtype, mesh=make_mesh(model=args.devices) if args.devices > 1 else None
+        )
+        ids = _encode(model, prompts, chat=args.chat, system=args.system)
+        # All requests are checked before the first is run: a bad one at the end must not cost the work before it.
+        check_request(model.config, config, plan, ids)
+
+        live = args.stream if args.stream is not None else args.output is None and not args.json and out.isatty()
+        stops = config.stop_token_ids or model.config.diffusion.stop_token_ids
+        writer = _Writer(out, prompts, stops, live=live, as_json=args.json)
+        # A live answer is its own progress report.
+        with _Progress(len(ids), config.max_new_tokens, enabled=not live) as progress:
+            stats = _generate(model, ids, config, plan, args.batch_size, [writer.add, progress.add])
+        if args.stats and args.json:
+            print(json.dumps({"stats": stats.as_dict()}), file=out)
+    if args.stats and not args.json:
+        print("\n".join(stats.lines()), file=sys.stderr)
+    for sentence in writer.errors.values():
+        print(f"error: {sentence}", file=sys.stderr)
+    return 1 if writer.errors else 0
+
+
+def _generate_config(args: argparse.Namespace) -> GenerateConfig:
+    build, takes = POLICIES[args.policy]
+    given = {flag: getattr(args, flag) for flag in _POLICY_FLAGS if getattr(args, flag) is not None}
+    for flag in given.keys() - takes.keys():
+        owner = next(name for name, (_, flags) in POLICIES.items() if flag in flags)
+        raise GenerationError(
+            f"--{flag.replace('_', '-')} belongs to --policy {owner}, but the policy is {args.policy}"
+        )
+    return GenerateConfig(
+        max_new_tokens=args.max_new_tokens,
+        policy=build(**{takes[flag]: value for flag, value in given.items()}),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        block_cache=args.block_cache,
+    )
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """Raises GenerationError when there is none, or one is empty or malformed; OSError for an unreadable file."""
+    if args.prompt is not None and args.file is not None:
+        raise GenerationError("a prompt and --file were both given, but only one of them can be used")
+    if args.prompt is not None:
+        prompts = [Prompt(args.prompt)]
+    elif args.file is not None:
+        source, lines = args.file, _decoded(args.file).split("\n")
+        parse = _json_prompt if source.endswith(".jsonl") else lambda line, where: Prompt(line.removesuffix("\r"))
+        prompts = [parse(line, f"line {i} of {source}") for i, line in enumerate(lines, start=1) if line.strip()]
+        if not prompts:
+            raise GenerationError(f"{source} holds no prompt")
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise GenerationError("no prompt: give it as an argument, with --file, or on standard input")
+    else:
+        prompts = [Prompt(_decoded("-").removesuffix("\n"))]
+    for index, prompt in enumerate(prompts):
+        if not prompt.text.strip():
+            raise GenerationError("the prompt is empty" if len(prompts) == 1 else f"prompt {index} is empty")
+    return prompts
+
+
+def _decoded(source: str) -> str:
+    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        name = "standard input" if source == "-" else source
+        raise GenerationError(f"{name} is not UTF-8 text (byte {error.start})") from error
+
+
+def _json_prompt(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise GenerationError(f"{where} is not JSON: {error}") from error
+    if isinstance(value, str):
+        return Prompt(value)
+    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
+        return Prompt(value["prompt"])
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
+        return Prompt(str(messages[-1].get("content", "")), messages)
+    raise GenerationError(f'{where} is neither a JSON string nor an object with "prompt" or "messages"')
+
+
+def _encode(model: Model, prompts: list[Prompt], *, chat: bool | None, system: str | None) -> list[list[int]]:
+    """Token ids of each prompt. chat=None applies the checkpoint's template if there is one."""
+    tokenizer = model.tokenizer
+    chat = tokenizer.chat_template is not None if chat is None else chat
+    if not chat:
+        unusable = "--system" if system is not None else "a conversation" if any(p.messages for p in prompts) else None
+        if unusable is not None:
+            why = "--no-chat was given" if tokenizer.chat_template is not None else "the checkpoint has none"
+            raise GenerationError(f"{unusable} needs a chat template, but {why}")
+        return [tokenizer.encode(prompt.text) for prompt in prompts]
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [tokenizer.encode_chat(start + (p.messages or [{"role": "user", "content": p.text}])) for p in prompts]
+
+
+def _generate(
+    model: Model,
+    ids: list[list[int]],
+    config: GenerateConfig,
+    plan: Plan,
+    batch_size: int,
+    listeners: Sequence[Callable[[int, BlockEvent], None]],
+) -> Stats:
+    """Run all prompts, `batch_size` at a time, and tell the listeners (index of the prompt, event) of every block."""
+    total: list[Stats] = []
+    # A prompt's random numbers depend on its place among all prompts, not on how they are cut into batches.
+    keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(config.seed), index))(np.arange(len(ids)))
+    for start in range(0, len(ids), batch_size):
+        rows = slice(start, start + batch_size)
+        for event in stream(model, ids[rows], config, plan, keys=keys[rows]):
+            if isinstance(event, Stats):
+                total.append(event)
+                continue
+            for listener in listeners:
+                listener(start + event.row, event)
+    return _sum(total)
+
+
+def _sum(parts: list[Stats]) -> Stats:
+    """Counts and times add up; the KV cache of one batch is gone before the next."""
+    fields = {f.name: sum(getattr(part, f.name) for part in parts) for f in dataclasses.fields(Stats)}
+    return Stats(**fields | {"kv_bytes": max(part.kv_bytes for part in parts)})
+
+
+class _Writer:
+    """Writes answers in the order of their prompts: live as they grow, or each when it is finished."""
+
+    def __init__(self, out: TextIO, prompts: list[Prompt], stops: Sequence[int], *, live: bool, as_json: bool) -> None:
+        self._out, self._prompts, self._stops = out, prompts, set(stops)
+        self._live, self._json = live and not as_json, as_json
+        self._texts = [""] * len(prompts)
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._done = [False] * len(prompts)
+        self._current = 0  # the prompt whose answer is being written
+        self._written = 0  # characters of it that are out
+        self._headed = False
+        self.errors: dict[int, str] = {}
+
+    def add(self, index: int, event: BlockEvent) -> None:
+        self._texts[index] += event.text or ""
+        self._tokens[index] += event.tokens
+        self._done[index] |= event.done
+        if event.error is not None:
+            self.errors[index] = f"prompt {index}: {event.error}"
+        while self._current < len(self._prompts) and self._write():
+            self._current, self._written, self._headed = self._current + 1, 0, False
+        self._out.flush()
+
+    def _write(self) -> bool:
+        """Write what can be written of the current answer; whether that was all of it."""
+        index, text, done = self._current, self._texts[self._current], self._done[self._current]
+        if self._json:
+            if done:
+                print(json.dumps(self._record(index), ensure_ascii=False), file=self._out)
+        elif done or (self._live and len(text) > self._written):
+            if len(self._prompts) > 1 and not self._headed:
+                first = " ".join(self._prompts[index].text.split())
+                print(f"--- {index + 1} of {len(self._prompts)}: {first[:60]}", file=self._out)
+                self._headed = True
+            print(text[self._written :], end="\n" if done else "", file=self._out)
+            self._written = len(text)
+        return done
+
+    def _record(self, index: int) -> dict[str, Any]:
+        tokens = self._tokens[index]
+        stopped = bool(tokens) and tokens[-1] in self._stops
+        reason = "stop" if stopped else "error" if index in self.errors else "length"
+        return {"index": index, "text": self._texts[index], "tokens": tokens, "finish_reason": reason}
+
+
+class _Progress:
+    """A bar of new tokens on standard error; the total shrinks by what answers that stop early leave unused."""
+
+    def __init__(self, count: int, limit: int, *, enabled: bool) -> None:
+        # A log file gets a line now and then, a terminal a moving bar.
+        pause = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar = tqdm(total=count * limit, unit="token", file=sys.stderr, disable=not enabled, mininterval=pause)
+        self._left = [limit] * count
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, index: int, event: BlockEvent) -> None:
+        self._left[index] -= len(event.tokens)
+        if event.done and self._bar.total is not None:
+            self._bar.total -= self._left[index]
+        self._bar.update(len(event.tokens))
+
+
+@contextlib.contextmanager
+def _output(name: str | None) -> Iterator[TextIO]:
+    """Standard output, or a file that appears under its name only when everything is written."""
+    if name is None:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
+        yield sys.stdout
+        return
+    path = Path(name).resolve()
+    if path.exists() and not path.is_file():
+        if path.is_dir():
+            raise GenerationError(f"--output {name} is a directory, but a file was expected")
+        with path.open("w", encoding="utf-8") as out:  # a device or a pipe cannot be replaced
+            yield out
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
