@@ -1,7 +1,8 @@
 """`herald-convert --verify`: logits of the converted checkpoint against transformers' model of the source, in float32.
 
-Transformers has no block-diffusion families, but their transformers are Qwen2's and Qwen3's under another attention mask
-(block-causal: all of one's own block and everything before it), and it honours an explicit four-dimensional mask.
+Transformers has no block-diffusion families, but their networks are Qwen2's and Qwen3's under another attention mask
+(block-causal: all of one's own block and everything before it), and it honours an explicit four-dimensional mask. GGUF
+files are read by transformers' own loader too, so that our restoring of weights and of row order is compared as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.hf import open_source
+from convert.source import Source
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.checkpoint import load_checkpoint, read_manifest
 from herald_jax.config import ModelConfig
@@ -85,17 +87,24 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
     base = _BASES[config.family]
     model_class = getattr(transformers, f"{base}ForCausalLM")
     dtype = getattr(torch, config.dtype)
-    if source.suffix == ".gguf" or (source.is_dir() and not (source / "config.json").is_file()):
-        file = source if source.is_file() else next(source.glob("*.gguf"))
-        model = model_class.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).to(dtype)
-    else:
-        directory = source if source.is_dir() else source.parent
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        for name in ("architectures", "auto_map", "model_type", "attn_implementation", "quantization_config"):
+    opened = open_source(source)
+    try:
+        raw = json.loads((opened.config_dir / "config.json").read_text(encoding="utf-8"))
+        for name in ("architectures", "auto_map", "model_type", "attn_implementation", "dtype", "torch_dtype"):
             raw.pop(name, None)
-        hf_config = getattr(transformers, f"{base}Config")(**raw)
-        model = model_class(hf_config).to(dtype)
-        _fill(model, source, torch)
+        model = model_class(getattr(transformers, f"{base}Config")(**raw)).to(dtype)
+        if opened.kind == "gguf":
+            from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+            tensors = load_gguf_checkpoint(str(opened.files[0]), return_tensors=True, model_to_load=model)["tensors"]
+            tied = ["lm_head.weight"] if config.tie_word_embeddings else []
+            missing, unexpected = model.load_state_dict(tensors, strict=False)
+            if unexpected or missing != tied:
+                raise ConversionError(f"transformers' GGUF loader left {missing} unset and {unexpected} unused")
+        else:
+            _fill(model, opened, torch)
+    finally:
+        opened.close()
     model = model.float().eval()
     block, length = config.diffusion.block_length, tokens.shape[1]
     owner = torch.arange(length) // block
@@ -106,15 +115,11 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
     return logits.numpy()
 
 
-def _fill(model: Any, source_path: Path, torch: Any) -> None:
-    """Copy the source's tensors into transformers' model by name, through our reader: one tensor at a time."""
-    source = open_source(source_path)
-    try:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name not in source.tensors:
-                    raise ConversionError(f"transformers' model has {name}, but the source does not")
-                array = source.rows(name, 0, source.tensors[name].shape[0])
-                parameter.copy_(torch.from_numpy(array.astype(np.float32)))
-    finally:
-        source.close()
+def _fill(model: Any, source: Source, torch: Any) -> None:
+    """Copy the source's tensors into transformers' model by name, one at a time."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
+            if name not in source.tensors:
+                raise ConversionError(f"transformers' model has {name}, but the source does not")
+            array = source.rows(name, 0, source.tensors[name].shape[0])
+            parameter.copy_(torch.from_numpy(array.astype(np.float32)))
