@@ -70,6 +70,24 @@ def block_attention_missing(q: Any, k: Any) -> str | None:
     return None
 
 
+def gather_rows_missing(k: Any) -> str | None:
+    """Why `gather_rows` has no Mosaic GPU kernel for sources like `k`, or None if it has."""
+    row_bytes = k.shape[-1] * jnp.dtype(k.dtype).itemsize
+    if row_bytes % 16:
+        return (
+            f"gather_rows on mosaic_gpu moves rows in 16-byte chunks; {k.shape[-1]} x {jnp.dtype(k.dtype).name} is "
+            f"{row_bytes} bytes"
+        )
+    return None
+
+
+def scatter_rows_missing(k: Any, *, in_host_memory: bool) -> str | None:
+    """Why `scatter_rows` has no Mosaic GPU kernel for caches like `k`, or None if it has."""
+    if in_host_memory:
+        return "scatter_rows on mosaic_gpu writes device memory only; XLA's form writes a host cache in place"
+    return gather_rows_missing(k)
+
+
 def select(implementation: str | None, missing: Callable[[], str | None]) -> str:
     """The implementation to use: "xla", "mosaic_gpu", or "auto" (mosaic_gpu where lowered for CUDA, xla elsewhere).
 

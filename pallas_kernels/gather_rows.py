@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import host_memory, reference_rows
+from pallas_kernels import dispatch, gather_kernel, host_memory, reference_rows
+from pallas_kernels.gather_kernel import GatherConfig
 
-__all__ = ["gather_rows", "scatter_rows"]
+__all__ = ["GatherConfig", "gather_rows", "scatter_rows"]
 
 
 def _check_cache(what: str, k: jax.Array, v: jax.Array) -> None:
@@ -52,6 +53,7 @@ def gather_rows(
     dst: jax.Array | None = None,
     layer: jax.typing.ArrayLike | None = None,
     implementation: str | None = None,
+    config: GatherConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Copies the rows ``indices`` names from K and V sources into K and V pools.
 
@@ -67,6 +69,7 @@ def gather_rows(
         layer: fill one layer only. ``indices`` and ``dst`` then lack the leading axis; sources and pools stay whole, so
             that no layer is ever sliced out. May be traced, and must be inside ``[0, L)``.
         implementation: ``"xla"``, ``"mosaic_gpu"`` or None for the fastest that runs here.
+        config: how the kernel cuts the work; by default one that suits the source's memory.
 
     Returns:
         ``(k_pool, v_pool)``, bit for bit the source's rows where one was named and the old pool elsewhere.
@@ -94,9 +97,8 @@ def gather_rows(
             raise ValueError(f"dst {list(dst.shape)} and indices {list(indices.shape)} must have one shape")
     elif indices.shape[-1] > k_pool.shape[-2]:
         raise ValueError(f"{indices.shape[-1]} indices do not fit a pool of {k_pool.shape[-2]} slots")
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"gather_rows has no implementation {implementation!r} here")
-    return _gather_xla(k_src, v_src, indices, k_pool, v_pool, dst, layer)
+    chosen = dispatch.select(implementation, lambda: dispatch.gather_rows_missing(k_src))
+    return _gather(k_src, v_src, indices, k_pool, v_pool, dst, layer, chosen=chosen, config=config)
 
 
 def scatter_rows(
@@ -142,10 +144,19 @@ def scatter_rows(
         raise ValueError(f"positions must be i32{list(batch)}, got {positions.dtype}{list(positions.shape)}")
     if mask is not None and (mask.shape != batch or mask.dtype != jnp.bool_):
         raise ValueError(f"mask must be bool{list(batch)}, got {mask.dtype}{list(mask.shape)}")
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"scatter_rows has no implementation {implementation!r} here")
-    return _scatter_xla(k_block, v_block, positions, k_cache, v_cache, mask, layer)
+    chosen = dispatch.select(
+        implementation, lambda: dispatch.scatter_rows_missing(k_cache, in_host_memory=host_memory.is_host(k_cache))
+    )
+    return _scatter(k_block, v_block, positions, k_cache, v_cache, mask, layer, chosen=chosen)
 
 
-_gather_xla = partial(jax.jit)(reference_rows.gather_rows)
-_scatter_xla = partial(jax.jit)(reference_rows.scatter_rows)
+# Compiled on their own where they are called outside `jit` too: host memory is readable in place only inside a program.
+@partial(jax.jit, static_argnames=("chosen", "config"))
+def _gather(*args: jax.Array | None, chosen: str, config: GatherConfig | None) -> tuple[jax.Array, jax.Array]:
+    kernel = partial(gather_kernel.gather_rows, config=config)
+    return dispatch.run(chosen, kernel, reference_rows.gather_rows, *args)
+
+
+@partial(jax.jit, static_argnames="chosen")
+def _scatter(*args: jax.Array | None, chosen: str) -> tuple[jax.Array, jax.Array]:
+    return dispatch.run(chosen, gather_kernel.scatter_rows, reference_rows.scatter_rows, *args)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference_rows
+from pallas_kernels import dispatch, reference_rows, topk_kernel
+from pallas_kernels.topk_kernel import TopkConfig
 
-__all__ = ["select_topk"]
+__all__ = ["TopkConfig", "select_topk"]
 
 
 def _broadcast(name: str, value: jax.typing.ArrayLike, leading: tuple[int, ...]) -> jax.Array:
@@ -35,6 +36,7 @@ def select_topk(
     *,
     lengths: jax.typing.ArrayLike | None = None,
     implementation: str | None = None,
+    config: TopkConfig | None = None,
 ) -> jax.Array:
     """Indices of the largest importances of each problem, ascending, padded with -1.
 
@@ -45,6 +47,7 @@ def select_topk(
         capacity: P, the static length of the result; may exceed N.
         lengths: only the first ``lengths[...]`` entries of a problem are eligible; an int or ``i32[...]``; default all.
         implementation: ``"xla"``, ``"mosaic_gpu"`` or None for the fastest that runs here.
+        config: how the kernel cuts the work.
 
     Returns:
         ``i32[..., capacity]``. Of equal importances the lowest indices are chosen; the result is the same on every run.
@@ -63,11 +66,21 @@ def select_topk(
     n = importance.shape[-1]
     counts = _broadcast("counts", counts, leading)
     lengths = jnp.full(leading, n, jnp.int32) if lengths is None else _broadcast("lengths", lengths, leading)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"select_topk has no implementation {implementation!r} here")
-    return _xla(importance, counts, lengths, capacity=int(capacity))
+    chosen = dispatch.select(implementation, lambda: None)
+    return _select(importance, counts, lengths, capacity=int(capacity), chosen=chosen, config=config)
 
 
-@partial(jax.jit, static_argnames="capacity")
-def _xla(importance: jax.Array, counts: jax.Array, lengths: jax.Array, *, capacity: int) -> jax.Array:
-    return reference_rows.select_topk(importance, counts, lengths, capacity)
+@partial(jax.jit, static_argnames=("capacity", "chosen", "config"))
+def _select(
+    importance: jax.Array,
+    counts: jax.Array,
+    lengths: jax.Array,
+    *,
+    capacity: int,
+    chosen: str,
+    config: TopkConfig | None,
+) -> jax.Array:
+    kernel = partial(topk_kernel.select_topk, capacity=capacity, config=config)
+    return dispatch.run(
+        chosen, kernel, partial(reference_rows.select_topk, capacity=capacity), importance, counts, lengths
+    )

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from pallas_kernels import gather_kernel, lanes_numpy
+from pallas_kernels.gather_kernel import GatherConfig
 from pallas_kernels.gather_rows import gather_rows, scatter_rows
 
 L, B, K, N, D, S = 3, 2, 2, 37, 24, 19
@@ -218,6 +220,147 @@ def test_scatter_of_a_block_longer_than_the_cache_changes_nothing():
     cache, block = fresh(rng, L, B, K, 4, D), fresh(rng, L, B, K, 5, D)
     got, _ = scatter_rows(block, block, jnp.zeros(B, jnp.int32), cache, cache)
     np.testing.assert_array_equal(got, cache)
+
+
+# The kernel's own function, run thread by thread in NumPy, with fewer and with more blocks than tiles.
+CONFIGS = [GatherConfig(blocks=3, threads=128, unroll=2), GatherConfig(blocks=40, threads=256, unroll=1)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["few_blocks", "many_blocks"])
+@pytest.mark.parametrize("case", INDICES)
+def test_kernel_gather_in_numpy(case, config):
+    rng = np.random.default_rng(11)
+    k, v = fresh(rng, L, B, K, N, D), fresh(rng, L, B, K, N, D)
+    k_pool, v_pool = fresh(rng, L, B, K, S, D), fresh(rng, L, B, K, S, D)
+    indices = INDICES[case](rng)
+    got = gather_kernel.gather_rows(k, v, indices, k_pool, v_pool, config=config, launch=lanes_numpy.launch)
+    np.testing.assert_array_equal(got[0], gather_loop(k, indices, k_pool))
+    np.testing.assert_array_equal(got[1], gather_loop(v, indices, v_pool))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.int8])
+def test_kernel_gather_to_chosen_slots_of_one_layer_in_numpy(dtype):
+    rng = np.random.default_rng(12)
+    k, v = (fresh(rng, L, B, K, N, 16, dtype=jnp.float32).astype(dtype) for _ in range(2))
+    pool = fresh(rng, L, B, K, S, 16, dtype=jnp.float32).astype(dtype)
+    indices = random_indices(rng, 29)[1]
+    dst = np.stack([rng.permutation(40)[:29] - 6 for _ in range(B * K)]).reshape(B, K, 29).astype(np.int32)
+    got, _ = gather_kernel.gather_rows(
+        k, v, indices, pool, pool, dst, jnp.int32(1), config=CONFIGS[0], launch=lanes_numpy.launch
+    )
+    expected = np.array(pool)
+    expected[1] = gather_loop(np.asarray(k)[1:2], indices[None], np.asarray(pool)[1:2], dst[None])[0]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("case", SCATTERS)
+@pytest.mark.parametrize("layer", [None, 2])
+def test_kernel_scatter_in_numpy(case, layer):
+    rng = np.random.default_rng(13)
+    cache, block = fresh(rng, L, B, K, N, D), fresh(rng, L, B, K, 5, D)
+    positions, mask = SCATTERS[case]
+    got, _ = gather_kernel.scatter_rows(
+        block if layer is None else block[layer],
+        block if layer is None else block[layer],
+        jnp.asarray(positions, jnp.int32),
+        cache,
+        cache,
+        jnp.asarray(mask),
+        layer,
+        config=CONFIGS[0],
+        launch=lanes_numpy.launch,
+    )
+    expected = scatter_loop(block, positions, cache, mask)
+    if layer is not None:
+        expected = np.concatenate([np.array(cache[:layer]), expected[layer : layer + 1], np.array(cache[layer + 1 :])])
+    np.testing.assert_array_equal(got, expected)
+
+
+def lower_for_h100(f, *arguments, **options):
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    ):
+        return jax.jit(f, **options).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+needs_mosaic = pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="needs JAX 0.11: Mosaic GPU kernels")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+@pytest.mark.parametrize("with_dst", [False, True])
+@pytest.mark.parametrize("with_layer", [False, True])
+def test_gather_lowers_for_an_h100_in_place(implementation, with_dst, with_layer):
+    kv, pool = (jax.ShapeDtypeStruct((L, B, K, n, 128), jnp.bfloat16) for n in (N, S))
+    indices = jax.ShapeDtypeStruct((B, K, 7) if with_layer else (L, B, K, 7), jnp.int32)
+
+    def f(k, v, indices, k_pool, v_pool, layer):
+        return gather_rows(
+            k,
+            v,
+            indices,
+            k_pool,
+            v_pool,
+            dst=indices + 1 if with_dst else None,
+            layer=layer if with_layer else None,
+            implementation=implementation,
+        )
+
+    text = lower_for_h100(f, kv, kv, indices, pool, pool, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=(3, 4))
+    assert "gather_rows" in text
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("tf.aliasing_output") == 2
+    assert text.count("output_operand_alias<") == 2
+
+
+@needs_mosaic
+def test_host_source_lowers_for_an_h100_without_a_copy():
+    space = jax.sharding.NamedSharding(
+        Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec(), memory_kind="pinned_host"
+    )
+    kv = jax.ShapeDtypeStruct((L, B, K, N, 128), jnp.bfloat16, sharding=space)
+    pool = jax.ShapeDtypeStruct((L, B, K, S, 128), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((L, B, K, 7), jnp.int32)
+    f = partial(gather_rows, implementation="mosaic_gpu")
+    text = lower_for_h100(f, kv, kv, indices, pool, pool)
+    assert "custom_call @mosaic_gpu" in text
+    assert "annotate_device_placement" not in text
+
+
+@needs_mosaic
+def test_scatter_lowers_for_an_h100_in_place():
+    block, cache = (jax.ShapeDtypeStruct((L, B, K, n, 64), jnp.float16) for n in (5, N))
+    arguments = (block, block, jax.ShapeDtypeStruct((B,), jnp.int32), cache, cache)
+    text = lower_for_h100(partial(scatter_rows, implementation="mosaic_gpu"), *arguments, donate_argnums=(3, 4))
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("tf.aliasing_output") == 2
+
+
+def test_the_kernel_is_refused_by_name_where_it_cannot_run():
+    with pytest.raises(NotImplementedError, match=r"need JAX 0\.11|need an NVIDIA GPU"):
+        gather_rows(**arrays(), implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="implementation must be"):
+        gather_rows(**arrays(), implementation="triton")
+
+
+@needs_mosaic
+def test_the_kernel_refuses_rows_of_a_broken_size_and_host_caches():
+    kv = jax.ShapeDtypeStruct((L, B, K, N, 12), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((L, B, K, 7), jnp.int32)
+    with pytest.raises(NotImplementedError, match="16-byte chunks"):
+        lower_for_h100(partial(gather_rows, implementation="mosaic_gpu"), kv, kv, indices, kv, kv)
+    assert "mosaic_gpu" not in lower_for_h100(gather_rows, kv, kv, indices, kv, kv)
+    cache = in_memory(np.zeros((L, B, K, N, D), "f"), "pinned_host")
+    block = jnp.zeros((L, B, K, 5, D))
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    with (
+        jax.sharding.use_abstract_mesh(
+            jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+        ),
+        pytest.raises(NotImplementedError, match="device memory only"),
+    ):
+        scatter_rows(block, block, jnp.zeros(B, jnp.int32), cache, cache, implementation="mosaic_gpu")
 
 
 def arrays(**changed):

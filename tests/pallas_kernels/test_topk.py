@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from pallas_kernels import lanes_numpy, topk_kernel
 from pallas_kernels.topk import select_topk
+from pallas_kernels.topk_kernel import TopkConfig
 
 
 def select_loop(importance, counts, lengths, capacity):
@@ -94,6 +96,44 @@ def test_under_shard_map():
     spec = PartitionSpec(None, "batch", "heads")
     select = jax.shard_map(partial(select_topk, counts=9, capacity=12), mesh=mesh, in_specs=spec, out_specs=spec)
     np.testing.assert_array_equal(jax.jit(select)(jnp.asarray(importance)), select_loop(importance, 9, 65, 12))
+
+
+# The kernel's own function, run thread by thread in NumPy.
+@pytest.mark.parametrize(
+    "config", [TopkConfig(threads=128, unroll=1, copies=1), TopkConfig()], ids=["small", "default"]
+)
+@pytest.mark.parametrize("n", [1, 63, 2500])
+@pytest.mark.parametrize("case", VALUES)
+def test_kernel_in_numpy(case, n, config):
+    rng = np.random.default_rng(n + 1)
+    importance = VALUES[case](rng, 3, n)
+    counts = np.array([n // 3, -4, n + 2], np.int32)
+    lengths = np.array([n, n, max(0, n - 5)], np.int32)
+    capacity = max(2, n // 2)
+    got = topk_kernel.select_topk(importance, counts, lengths, capacity, config=config, launch=lanes_numpy.launch)
+    np.testing.assert_array_equal(got, select_loop(importance, counts, lengths, capacity))
+
+
+@pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="needs JAX 0.11: Mosaic GPU kernels")
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+@pytest.mark.parametrize("shape", [(36, 1, 8, 65536), (2, 3, 131), (7,)])
+def test_lowers_for_an_h100(shape, implementation):
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    arguments = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.int32))
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    ):
+        f = jax.jit(lambda x, counts: select_topk(x, counts, 50, implementation=implementation))
+        text = f.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "select_topk" in text
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_the_kernel_is_refused_by_name_where_it_cannot_run():
+    with pytest.raises(NotImplementedError, match=r"need JAX 0\.11|need an NVIDIA GPU"):
+        select_topk(jnp.zeros((2, 9)), 1, 2, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="implementation must be"):
+        select_topk(jnp.zeros((2, 9)), 1, 2, implementation="cub")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""The row gather as a Mosaic GPU kernel: one launch for K and V, all layers, batch rows and heads.
+
+A row is a few 16-byte chunks, one per thread, so that a warp's loads are runs of whole rows. The thread blocks walk
+over tiles of rows; a thread first fetches all its row numbers, then has all its chunks of K and of V in flight
+together, then stores them. That is all there is to it on the device. From host memory the same loads cross PCIe in
+requests of up to 128 bytes, and what counts is how many are outstanding, not how many blocks ask: a few blocks saturate
+the link and leave the other multiprocessors to the denoising step that runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import host_memory
+
+__all__ = ["CHUNK_BYTES", "DEVICE", "HOST", "GatherConfig", "gather_rows", "scatter_rows"]
+
+CHUNK_BYTES = 16  # the widest access of a thread; a row must be a whole number of these
+_WORDS = CHUNK_BYTES // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherConfig:
+    """How the work is cut.
+
+    Attributes:
+        blocks: thread blocks; they take tiles in turn.
+        threads: per block, a multiple of 128.
+        unroll: rows in flight per thread (each a chunk of K and one of V).
+        hint: PTX cache qualifiers of the source's loads. The source is read-only for the kernel and each chunk is read
+            once, so it need not stay in L1.
+    """
+
+    blocks: int
+    threads: int = 256
+    unroll: int = 4
+    hint: str = ".nc.L1::no_allocate"
+
+
+HOST = GatherConfig(blocks=64)
+DEVICE = GatherConfig(blocks=132 * 4)
+
+
+def gather_rows(
+    k_src: jax.Array,
+    v_src: jax.Array,
+    indices: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    dst: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    *,
+    source_is_one_layer: bool = False,
+    config: GatherConfig | None = None,
+    launch: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`pallas_kernels.gather_rows.gather_rows` on Mosaic GPU; arguments are checked there.
+
+    ``source_is_one_layer``: ``layer`` picks the layer of the pool; the source, ``[1, B, K, N, D]``, has no other.
+    ``launch`` is :func:`pallas_kernels.lanes.launch`, or its NumPy twin in tests.
+    """
+    if launch is None:
+        from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
+
+        launch = lanes.launch
+    if config is None:
+        config = HOST if host_memory.is_host(k_src) else DEVICE
+    slots = indices.shape[-1]
+    if slots == 0 or math.prod(k_src.shape) == 0 or k_pool.shape[-2] == 0:
+        return k_pool, v_pool
+    chunks = k_src.shape[-1] * k_src.dtype.itemsize // CHUNK_BYTES
+    shape: dict[str, Any] = {
+        "source_rows": k_src.shape[-2],
+        "pool_rows": k_pool.shape[-2],
+        "slots": slots,
+        "chunks": chunks,
+        "problems": math.prod(indices.shape[:-1]),
+        "problems_per_layer": math.prod(k_src.shape[1:3]),
+        "unroll": config.unroll,
+        "hint": config.hint,
+        "source_is_one_layer": source_is_one_layer,
+        "has_dst": dst is not None,
+        "has_layer": layer is not None,
+    }
+
+    def kernel(lanes: Any, *memories: Any) -> None:
+        _kernel(lanes, *memories, **shape)
+
+    inputs = [host_memory.read_in_place(k_src), host_memory.read_in_place(v_src), indices]
+    if dst is not None:
+        inputs.append(dst)
+    if layer is not None:
+        inputs.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    k_pool, v_pool = launch(
+        kernel,
+        name="gather_rows",
+        blocks=config.blocks,
+        threads=config.threads,
+        inputs=inputs,
+        updated=[k_pool, v_pool],
+    )
+    return k_pool, v_pool
+
+
+def scatter_rows(
+    k_block: jax.Array,
+    v_block: jax.Array,
+    positions: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    mask: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    *,
+    config: GatherConfig = DEVICE,
+    launch: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`pallas_kernels.gather_rows.scatter_rows` on Mosaic GPU: the gather, from every row of the block."""
+    block_length = k_block.shape[-2]
+    allowed = (positions >= 0) & (positions <= k_cache.shape[-2] - block_length)
+    if mask is not None:
+        allowed &= mask
+    shape = k_block.shape[:-1]
+    by_row = [1] * len(shape)
+    by_row[-3] = shape[-3]  # the batch axis of [L, B, K, M] or [B, K, M]
+    token = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    slots = jnp.where(allowed.reshape(by_row), positions.reshape(by_row) + token, -1)
+    if layer is not None:
+        k_block, v_block = k_block[None], v_block[None]
+    return gather_rows(
+        k_block,
+        v_block,
+        token,
+        k_cache,
+        v_cache,
+        slots,
+        layer,
+        source_is_one_layer=layer is not None,
+        config=config,
+        launch=launch,
+    )
+
+
+def _kernel(
+    lanes: Any,
+    k_src: Any,
+    v_src: Any,
+    indices: Any,
+    *optional_and_pools: Any,
+    source_rows: int,
+    pool_rows: int,
+    slots: int,
+    chunks: int,
+    problems: int,
+    problems_per_layer: int,
+    unroll: int,
+    hint: str,
+    source_is_one_layer: bool,
+    has_dst: bool,
+    has_layer: bool,
+) -> None:
+    *rest, k_pool, v_pool = optional_and_pools
+    dst = rest.pop(0) if has_dst else None
+    first_problem = lanes.constant(0)
+    if has_layer:
+        (layer,) = lanes.load(rest.pop(0), lanes.wide(lanes.constant(0)), where=lanes.thread < lanes.threads)
+        first_problem = layer * problems_per_layer
+
+    per_tile = lanes.threads * unroll  # chunks of one tile, all of one problem
+    tiles_per_problem = -(-slots * chunks // per_tile)
+
+    def tile(index: Any) -> tuple[()]:
+        problem = index // tiles_per_problem
+        first_chunk = (index % tiles_per_problem) * per_tile + lanes.thread
+        work = []
+        for i in range(unroll):
+            flat = first_chunk + i * lanes.threads
+            slot, chunk = flat // chunks, flat % chunks
+            inside = slot < slots
+            entry = lanes.wide(problem) * slots + lanes.wide(slot)
+            (row,) = lanes.load(indices, entry, where=inside)
+            if dst is not None:
+                (slot,) = lanes.load(dst, entry, where=inside)
+            # Unsigned comparison: -1 is far outside.
+            work.append((row, slot, chunk, inside & (row < source_rows) & (slot < pool_rows)))
+        from_problem = lanes.wide(problem if source_is_one_layer else first_problem + problem)
+        to_problem = lanes.wide(first_problem + problem)
+        moved = []
+        for row, slot, chunk, wanted in work:
+            offset = lanes.wide(chunk) * _WORDS
+            source = (from_problem * source_rows + lanes.wide(row)) * (chunks * _WORDS) + offset
+            target = (to_problem * pool_rows + lanes.wide(slot)) * (chunks * _WORDS) + offset
+            k = lanes.load(k_src, source, _WORDS, where=wanted, hint=hint)
+            v = lanes.load(v_src, source, _WORDS, where=wanted, hint=hint)
+            moved.append((target, k, v, wanted))
+        for target, k, v, wanted in moved:
+            lanes.store(k_pool, target, k, where=wanted)
+            lanes.store(v_pool, target, v, where=wanted)
+        return ()
+
+    lanes.loop(lanes.block, lanes.constant(problems * tiles_per_problem), lanes.blocks, (), tile)

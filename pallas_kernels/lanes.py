@@ -1,0 +1,260 @@
+"""Per-thread code inside a Mosaic GPU kernel.
+
+Pallas' own operations work on arrays owned by a warpgroup. Copying rows named by a list, counting into a histogram and
+compacting what was found need the thread's view instead: each thread its own address, its own predicate, a sum over
+the lanes below it. ``plgpu.inline_mgpu`` is Pallas' door to that; this module is the small vocabulary that the kernels
+of this package use behind it. A kernel is a plain function of a :class:`Lanes` and its references, so
+:mod:`pallas_kernels.lanes_numpy` can run the very same function on the CPU, which is how the tests check its logic.
+
+The vocabulary: one unsigned 32-bit word per thread (``Value``, with Python's operators, all of them unsigned; 64-bit
+for addresses), predicates instead of branches, loops with the same bounds for the whole thread block.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import gpu, llvm, nvvm
+
+__all__ = ["Lanes", "Value", "launch"]
+
+# The stubs of these two describe the generated operations, not the hand-written ones that replace them.
+arith: Any = importlib.import_module("jaxlib.mlir.dialects.arith")
+scf: Any = importlib.import_module("jaxlib.mlir.dialects.scf")
+
+
+def _word() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _wide() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+class Value:
+    """An unsigned integer (32 or 64 bits) or a predicate, one per thread. Plain Python integers mix in."""
+
+    def __init__(self, value: Any):
+        self.ir = value
+
+    def _operand(self, other: Value | int) -> Any:
+        if isinstance(other, Value):
+            return other.ir
+        bits = ir.IntegerType(self.ir.type).width
+        return arith.constant(self.ir.type, other - (1 << bits) if other >= 1 << (bits - 1) else other)
+
+    def __add__(self, other: Value | int) -> Value:
+        return Value(arith.addi(self.ir, self._operand(other)))
+
+    def __sub__(self, other: Value | int) -> Value:
+        return Value(arith.subi(self.ir, self._operand(other)))
+
+    def __mul__(self, other: Value | int) -> Value:
+        return Value(arith.muli(self.ir, self._operand(other)))
+
+    def __floordiv__(self, other: Value | int) -> Value:
+        return Value(arith.divui(self.ir, self._operand(other)))
+
+    def __mod__(self, other: Value | int) -> Value:
+        return Value(arith.remui(self.ir, self._operand(other)))
+
+    def __and__(self, other: Value | int) -> Value:
+        return Value(arith.andi(self.ir, self._operand(other)))
+
+    def __or__(self, other: Value | int) -> Value:
+        return Value(arith.ori(self.ir, self._operand(other)))
+
+    def __xor__(self, other: Value | int) -> Value:
+        return Value(arith.xori(self.ir, self._operand(other)))
+
+    def __invert__(self) -> Value:
+        ones = -1 if ir.IntegerType(self.ir.type).width > 1 else 1
+        return Value(arith.xori(self.ir, arith.constant(self.ir.type, ones)))
+
+    def __lshift__(self, other: int) -> Value:
+        return Value(arith.shli(self.ir, self._operand(other)))
+
+    def __rshift__(self, other: int) -> Value:
+        return Value(arith.shrui(self.ir, self._operand(other)))
+
+    def _compare(self, predicate: Any, other: Value | int) -> Value:
+        return Value(arith.cmpi(predicate, self.ir, self._operand(other)))
+
+    def __lt__(self, other: Value | int) -> Value:
+        return self._compare(arith.CmpIPredicate.ult, other)
+
+    def __le__(self, other: Value | int) -> Value:
+        return self._compare(arith.CmpIPredicate.ule, other)
+
+    def __gt__(self, other: Value | int) -> Value:
+        return self._compare(arith.CmpIPredicate.ugt, other)
+
+    def __ge__(self, other: Value | int) -> Value:
+        return self._compare(arith.CmpIPredicate.uge, other)
+
+    def __eq__(self, other: Value | int) -> Value:  # type: ignore[override]
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+    def __ne__(self, other: Value | int) -> Value:  # type: ignore[override]
+        return self._compare(arith.CmpIPredicate.ne, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Memory:
+    """A reference as the address of its first byte: 64 bits wide in global memory, 32 in shared memory."""
+
+    def __init__(self, ref: Any):
+        self.shared = mgpu.utils.is_smem_ref(ref)
+        pointer = mgpu.utils.memref_ptr(ref)
+        self.address = Value(llvm.ptrtoint(_word() if self.shared else _wide(), pointer))
+
+
+class Lanes:
+    """What a thread can do. All memory is addressed in 32-bit words, counted from the start of the reference."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.thread = Value(mgpu.thread_idx())
+        self.block = Value(arith.index_cast(_word(), gpu.block_id(gpu.Dimension.x)))
+        self.blocks = Value(arith.index_cast(_word(), gpu.grid_dim(gpu.Dimension.x)))
+
+    def constant(self, value: int) -> Value:
+        return Value(arith.constant(_word(), value - (1 << 32) if value >= 1 << 31 else value))
+
+    def wide(self, value: Value) -> Value:
+        """A word as 64 bits, for global addresses."""
+        return Value(arith.extui(_wide(), value.ir))
+
+    def word(self, predicate: Value) -> Value:
+        """A predicate as 0 or 1."""
+        return Value(arith.extui(_word(), predicate.ir))
+
+    def where(self, predicate: Value, a: Value, b: Value) -> Value:
+        return Value(arith.select(predicate.ir, a.ir, b.ir))
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        return Value(arith.minui(a.ir, b.ir))
+
+    def barrier(self) -> None:
+        """All threads of the block meet, and see each other's shared memory."""
+        gpu.barrier()
+
+    def shuffle_up(self, value: Value, distance: int) -> Value:
+        """The value of the lane ``distance`` below; a lane without one gets its own."""
+        return self._shuffle(value, self.constant(distance), 0, nvvm.ShflKind.up)
+
+    def shuffle(self, value: Value, lane: Value) -> Value:
+        """The value of lane ``lane`` of the warp."""
+        return self._shuffle(value, lane, 0x1F, nvvm.ShflKind.idx)
+
+    def _shuffle(self, value: Value, offset: Value, clamp: int, kind: Any) -> Value:
+        everyone = self.constant(0xFFFFFFFF)
+        return Value(nvvm.shfl_sync(everyone.ir, value.ir, offset.ir, self.constant(clamp).ir, kind))
+
+    def loop(
+        self, start: Value, stop: Value, step: Value, carry: Sequence[Value], body: Callable[..., Sequence[Value]]
+    ) -> tuple[Value, ...]:
+        """``for i in range(start, stop, step): carry = body(i, *carry)``; bounds below 2**31, alike in the block."""
+        op = scf.ForOp(start.ir, stop.ir, step.ir, [v.ir for v in carry])
+        with ir.InsertionPoint(op.body):
+            new = body(Value(op.induction_variable), *map(Value, op.inner_iter_args))
+            scf.yield_([v.ir for v in new])
+        return tuple(map(Value, op.results))
+
+    def load(self, memory: _Memory, index: Value, words: int = 1, *, where: Value, hint: str = "") -> tuple[Value, ...]:
+        """Reads 1, 2 or 4 words; 0 where the predicate is false. ``hint``: PTX cache qualifiers of a global load."""
+        space = "shared" if memory.shared else "global"
+        out = [f"${i}" for i in range(words)]
+        vector = f".v{words}" if words > 1 else ""
+        target = "{" + ", ".join(out) + "}" if words > 1 else out[0]
+        code = (
+            f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {' '.join(f'mov.u32 {o}, 0;' for o in out)} "
+            f"@p ld.{space}{hint}{vector}.u32 {target}, [${words}]; }}"
+        )
+        result = _word() if words == 1 else llvm.StructType.get_literal([_word()] * words)
+        got = self._asm(code, result, ["=&r"] * words, memory, index, where)
+        if words == 1:
+            return (Value(got),)
+        return tuple(Value(llvm.extractvalue(_word(), got, [i])) for i in range(words))
+
+    def store(self, memory: _Memory, index: Value, values: Sequence[Value], *, where: Value) -> None:
+        """Writes 1, 2 or 4 words where the predicate holds."""
+        self._write("st", memory, index, values, where)
+
+    def add(self, memory: _Memory, index: Value, value: Value, *, where: Value) -> None:
+        """Adds a word atomically where the predicate holds. A sum of integers does not depend on the order."""
+        self._write("red", memory, index, [value], where)
+
+    def _write(self, op: str, memory: _Memory, index: Value, values: Sequence[Value], where: Value) -> None:
+        space = "shared" if memory.shared else "global"
+        source = [f"${i + 2}" for i in range(len(values))]
+        operand = source[0] if len(source) == 1 else "{" + ", ".join(source) + "}"
+        kind = ".add" if op == "red" else f".v{len(values)}" if len(values) > 1 else ""
+        code = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p {op}.{space}{kind}.u32 [$0], {operand}; }}"
+        self._asm(code, ir.Type.parse("!llvm.void"), [], memory, index, where, values)
+
+    def _asm(
+        self, code: str, result: Any, outputs: list[str], memory: _Memory, index: Value, where: Value, values: Any = ()
+    ) -> Any:
+        address = memory.address + index * 4
+        operands = [address, self.word(where), *values]
+        inputs = ["r" if memory.shared else "l", "r", *("r" for _ in values)]
+        constraints = ",".join([*outputs, *inputs, "~{memory}"])
+        return llvm.inline_asm(result, [v.ir for v in operands], code, constraints, has_side_effects=True)
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    blocks: int,
+    threads: int,
+    inputs: Sequence[jax.Array],
+    updated: Sequence[jax.Array] = (),
+    outputs: Sequence[jax.ShapeDtypeStruct] = (),
+    shared: Sequence[int] = (),
+) -> list[jax.Array]:
+    """Runs ``kernel(lanes, *inputs, *updated, *outputs, *shared)`` in ``blocks`` thread blocks.
+
+    Args:
+        name: the kernel's name in the lowered program and in profiles.
+        threads: per block, a multiple of 128.
+        inputs: arrays the kernel only reads.
+        updated: arrays it changes in place; XLA aliases them to results, and copies first where the caller keeps them.
+        outputs: shapes of new arrays; the kernel must write every element.
+        shared: sizes, in words, of shared-memory buffers; their contents are undefined at the start.
+
+    Returns:
+        The updated arrays, then the outputs.
+    """
+    if threads % 128 or not 0 < threads <= 1024:
+        raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
+    refs = [jax.new_ref(x) for x in updated]
+
+    def body(*args: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
+        def per_thread(ctx: Any, *memrefs: Any) -> None:
+            del ctx
+            kernel(Lanes(threads), *map(_Memory, memrefs))
+
+        per_thread(*args)
+
+    made = plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in shared],
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=threads // 128,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name=name,
+    )(*inputs, *refs)
+    return [jax.freeze(ref) for ref in refs] + list(made)

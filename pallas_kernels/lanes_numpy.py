@@ -1,0 +1,114 @@
+"""The vocabulary of :mod:`pallas_kernels.lanes` in NumPy: runs a kernel's own function on the CPU, for its tests.
+
+All threads of a block advance together, one block after the other. That is a legal order for kernels written in this
+vocabulary, so logic errors show here; what cannot show is a missing barrier, or speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["NumpyLanes", "launch"]
+
+
+class NumpyLanes:
+    """See :class:`pallas_kernels.lanes.Lanes`; a value is an array with one element per thread."""
+
+    def __init__(self, threads: int, block: int, blocks: int):
+        self.threads = threads
+        self.thread = np.arange(threads, dtype=np.uint32)
+        self.block = self.constant(block)
+        self.blocks = self.constant(blocks)
+
+    def constant(self, value: int) -> np.ndarray:
+        return np.full(self.threads, value, np.uint32)
+
+    def wide(self, value: np.ndarray) -> np.ndarray:
+        return value.astype(np.uint64)
+
+    def word(self, predicate: np.ndarray) -> np.ndarray:
+        return predicate.astype(np.uint32)
+
+    def where(self, predicate: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(predicate, a, b)
+
+    def minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.minimum(a, b)
+
+    def barrier(self) -> None:
+        pass
+
+    def shuffle_up(self, value: np.ndarray, distance: int) -> np.ndarray:
+        warps = value.reshape(-1, 32)
+        return np.concatenate([warps[:, :distance], warps[:, :-distance]], axis=1).reshape(-1)
+
+    def shuffle(self, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(value.reshape(-1, 32), (lane & 31).astype(np.int64).reshape(-1, 32), 1).reshape(-1)
+
+    def loop(
+        self, start: np.ndarray, stop: np.ndarray, step: np.ndarray, carry: Any, body: Callable[..., Any]
+    ) -> tuple[np.ndarray, ...]:
+        for bound in (start, stop, step):
+            if (bound != bound[0]).any():
+                raise ValueError("a loop's bounds must be alike for all threads of a block")
+        carry = tuple(carry)
+        for i in range(int(start[0]), int(stop[0]), int(step[0])):
+            carry = tuple(body(self.constant(i), *carry))
+        return carry
+
+    def _checked(self, memory: np.ndarray, index: np.ndarray, words: int, where: np.ndarray) -> np.ndarray:
+        at = index.astype(np.int64)[where]
+        if at.size and (at.min() < 0 or at.max() + words > memory.size):
+            raise IndexError(f"words {at.min()}..{at.max() + words} of a buffer of {memory.size}")
+        if (at % words).any():
+            raise IndexError(f"a {words}-word access must be aligned")
+        return at
+
+    def load(
+        self, memory: np.ndarray, index: np.ndarray, words: int = 1, *, where: np.ndarray, hint: str = ""
+    ) -> tuple[np.ndarray, ...]:
+        at = self._checked(memory, index, words, where)
+        out = tuple(self.constant(0) for _ in range(words))
+        for i, word in enumerate(out):
+            word[where] = memory[at + i]
+        return out
+
+    def store(self, memory: np.ndarray, index: np.ndarray, values: Sequence[np.ndarray], *, where: np.ndarray) -> None:
+        at = self._checked(memory, index, len(values), where)
+        for i, value in enumerate(values):
+            memory[at + i] = value[where]
+
+    def add(self, memory: np.ndarray, index: np.ndarray, value: np.ndarray, *, where: np.ndarray) -> None:
+        np.add.at(memory, self._checked(memory, index, 1, where), value[where])
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    blocks: int,
+    threads: int,
+    inputs: Sequence[Any],
+    updated: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+    shared: Sequence[int] = (),
+) -> list[np.ndarray]:
+    """:func:`pallas_kernels.lanes.launch` on NumPy arrays; ``name`` is ignored. Unwritten memory holds 0xA5 bytes."""
+    del name
+
+    def words(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1).view(np.uint32)
+
+    # Copies: the caller's arrays stay as they were, and JAX arrays become writable ones.
+    read = [words(np.array(x)) for x in inputs]
+    changed = [np.array(x) for x in updated]
+    made = [np.full(x.shape, -1, x.dtype) for x in outputs]
+    for x in made:
+        words(x)[:] = 0xA5A5A5A5
+    for block in range(blocks):
+        scratch = [np.full(size, 0xA5A5A5A5, np.uint32) for size in shared]
+        kernel(NumpyLanes(threads, block, blocks), *read, *map(words, [*changed, *made]), *scratch)
+    return [*changed, *made]
