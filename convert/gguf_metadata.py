@@ -140,7 +140,7 @@ def _write_tokenizer(fields: Mapping[str, Any], ids: Mapping[str, Any], path: Pa
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ConversionError(f"{path} has {len(tokens) - len(vocab)} tokens twice in its vocabulary: {remedy}")
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))  # type: ignore[arg-type]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     backend.pre_tokenizer = words
     backend.decoder = decoders.ByteLevel()
     for token, token_type in zip(tokens, types or [], strict=False):

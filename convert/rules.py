@@ -158,8 +158,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "qwen3": _DECODER + _QKV_BIAS + _OUT_BIAS + _QK_NORM,
     "sdar": _DECODER + _QKV_BIAS + _OUT_BIAS + _QK_NORM,
 }
-PARTS = {"attn/qkv/kernel": ("query", "key", "value"), "attn/qkv/bias": ("query", "key", "value")}
-PARTS["mlp/gate_up/kernel"] = ("gate", "up")
+PARTS: dict[str, tuple[str, ...]] = {
+    "attn/qkv/kernel": ("query", "key", "value"),
+    "attn/qkv/bias": ("query", "key", "value"),
+    "mlp/gate_up/kernel": ("gate", "up"),
+}
 
 
 def parts_of(path: str) -> tuple[str, ...]:

@@ -158,7 +158,7 @@ def read_rows(descriptor: int, entry: Entry, start: int, stop: int) -> np.ndarra
 
 def pread_into(descriptor: int, array: np.ndarray, offset: int) -> None:
     """Fill a C-contiguous array with the file's bytes from `offset` on."""
-    view = memoryview(array.reshape(-1).view(np.uint8))
+    view = array.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(view):
         read = os.preadv(descriptor, [view[done:]], offset + done)

@@ -21,14 +21,10 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import fcntl
-import functools
-import json
 import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +37,11 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from herald_jax.config import ModelConfig
-from herald_jax.errors import CheckpointError, ConfigError
+from herald_jax.errors import CheckpointError
+from herald_jax.manifest import PARAMS, SOURCE, TOKENIZER, Manifest, read_manifest, versions, write_manifest
 from herald_jax.model import Params, ParamSpec, flatten, param_specs, unflatten
+from herald_jax.publish import AtomicDirectory, check_destination
 
-FORMAT = "herald_jax checkpoint"
-FORMAT_VERSION = 1
-MANIFEST = "herald.json"
-PARAMS = "params"
-TOKENIZER = "tokenizer"
-SOURCE = "source"
 CHUNK_BYTES = 64 << 20
 
 
@@ -122,7 +114,7 @@ class _StreamingHandler(ocp.type_handlers.NumpyHandler):
         rows = leaf.chunk_rows
         store = await ts.open(_zarr_spec(leaf, rows, str(info.path)), create=True)
         slabs = leaf.read(rows)
-        pending: ts.Future | None = None
+        pending: Any = None
         start = 0
         # One slab is read while the previous one is written: the disk works both ways, memory holds two slabs.
         while (slab := await asyncio.to_thread(next, slabs, None)) is not None:
@@ -159,7 +151,7 @@ def _zarr_spec(leaf: LeafSource, rows: int, path: str) -> dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Builds a checkpoint beside its destination and publishes it atomically.
+    """Builds a checkpoint beside its destination and publishes it atomically (`publish.AtomicDirectory`).
 
     ```
     with CheckpointWriter("model.ckpt") as writer:
@@ -167,9 +159,6 @@ class CheckpointWriter:
         writer.copy_files(files, TOKENIZER)
         writer.commit(config, provenance)                 # now "model.ckpt" exists, whole
     ```
-    Leaving the block without `commit` (an exception, Ctrl-C) removes everything written. One writer per destination
-    at a time; a second one fails instead of mixing files.
-
     Args:
       path: the directory to create.
       force: replace a checkpoint that is already there, once the new one is complete. Nothing but a herald_jax
@@ -178,28 +167,15 @@ class CheckpointWriter:
     """
 
     def __init__(self, path: str | Path, *, force: bool = False):
-        self.path = Path(path).absolute()
-        self._force = force
-        self._work: Path | None = None
-        self._lock: int | None = None
+        self._directory = AtomicDirectory(Path(path), force=force)
         self._params: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> CheckpointWriter:
-        check_destination(self.path, force=self._force)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.path)
-        prefix = _work_prefix(self.path)
-        self._work = Path(tempfile.mkdtemp(prefix=prefix, dir=self.path.parent))
-        self._work.chmod(0o755)  # mkdtemp's 0700 would stay on the published directory
-        self._lock = os.open(self._work, os.O_RDONLY)  # held until published; the kernel drops it if we die
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._directory.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._release()
-        if self._work is not None:
-            shutil.rmtree(self._work, ignore_errors=True)
-            self._work = None
+        self._directory.__exit__(*exc)
 
     def write_params(
         self,
@@ -213,7 +189,7 @@ class CheckpointWriter:
         `on_bytes(n)` is called after each slab, `on_leaf(path)` after each leaf.
         Raises: OSError (disk full, permission) or whatever a leaf's `read` raises.
         """
-        work = self._require_open()
+        work = self._directory.work
         names = {path.replace("/", "."): path for path in leaves}
         handler = _StreamingHandler(list(names), on_bytes, lambda name: on_leaf(names[name]))
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -227,93 +203,18 @@ class CheckpointWriter:
 
     def copy_files(self, files: Iterable[Path], directory: str) -> None:
         """Copy small files into a subdirectory (`TOKENIZER`, `SOURCE`)."""
-        target = self._require_open() / directory
+        target = self._directory.work / directory
         for file in files:
             target.mkdir(exist_ok=True)
             shutil.copyfile(file, target / file.name)
 
     def commit(self, config: ModelConfig, provenance: Mapping[str, Any]) -> None:
-        """Write the manifest, flush everything to the disk and rename the directory to its destination.
+        """Write the manifest and publish.
 
         Raises: CheckpointError if the written parameters are not exactly those that `config` declares.
         """
-        work = self._require_open()
-        problems = _spec_problems(config, self._params)
-        if problems:
-            raise CheckpointError(f"parameters do not fit the configuration: {'; '.join(problems)}")
-        files = {str(f.relative_to(work)): f.stat().st_size for f in sorted(work.rglob("*")) if f.is_file()}
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "config": config.to_dict(),
-            "provenance": dict(provenance),
-            "params": self._params,
-            "files": files,
-        }
-        (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        _flush(work)
-        self._publish(work)
-        self._work = None
-        self._release()
-
-    def _publish(self, work: Path) -> None:
-        replaced = None
-        if self.path.exists() and any(self.path.iterdir()):
-            replaced = Path(tempfile.mkdtemp(prefix=_work_prefix(self.path), dir=self.path.parent)) / "replaced"
-            os.rename(self.path, replaced)
-        try:
-            os.rename(work, self.path)  # over an empty directory too
-        except OSError:
-            if replaced is not None:
-                os.rename(replaced, self.path)
-            raise
-        _fsync(self.path.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced.parent, ignore_errors=True)
-
-    def _require_open(self) -> Path:
-        if self._work is None:
-            raise CheckpointError("the checkpoint writer is not open; use it in a with statement, before commit")
-        return self._work
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def check_destination(path: Path, *, force: bool) -> None:
-    """Raise CheckpointError unless a checkpoint may be written to `path`."""
-    if not path.exists() and not path.is_symlink():
-        return
-    if not path.is_dir():
-        raise CheckpointError(f"{path} exists and is not a directory; give another destination")
-    if not any(path.iterdir()):
-        return
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is not empty and not a herald_jax checkpoint; give another destination")
-    if not force:
-        raise CheckpointError(f"{path} already holds a checkpoint; give another destination or replace it with --force")
-
-
-def _work_prefix(path: Path) -> str:
-    return f".{path.name}.partial-"
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Delete what earlier, dead runs left beside `path`; a live one holds its lock and stops this run."""
-    for entry in sorted(path.parent.glob(_work_prefix(path) + "*")):
-        if (entry / "replaced").is_dir() and not path.exists():
-            # The earlier run died between the two renames of a replacement: put the old checkpoint back.
-            os.rename(entry / "replaced", path)
-        handle = os.open(entry, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(entry)
-        except BlockingIOError:
-            raise CheckpointError(f"another conversion is writing {path} now; wait for it or stop it") from None
-        finally:
-            os.close(handle)
+        write_manifest(self._directory.work, config, self._params, provenance)
+        self._directory.publish()
 
 
 @contextlib.contextmanager
@@ -341,22 +242,6 @@ def _quiet_orbax() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _flush(directory: Path) -> None:
-    """fsync every directory below, and every file outside the arrays (TensorStore has synced those)."""
-    for folder, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            _fsync(Path(folder, name))
-        _fsync(Path(folder))
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A loaded checkpoint. `params` is nested like `model.param_specs`; `tokenizer_dir` is None without tokenizer."""
@@ -366,85 +251,6 @@ class Checkpoint:
     params: Params
     tokenizer_dir: Path | None
     provenance: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `herald.json` says, before any parameter is read."""
-
-    path: Path
-    config: ModelConfig
-    params: dict[str, dict[str, Any]]
-    files: dict[str, int]
-    provenance: dict[str, Any]
-
-
-def read_manifest(path: str | Path) -> Manifest:
-    """Read and check a checkpoint's manifest and the presence and size of each of its files; reads no parameter.
-
-    Raises: CheckpointError: no such directory, not a checkpoint, incomplete, damaged, or written by a newer version.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; a checkpoint is a directory written by herald-convert")
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(_not_a_checkpoint(path))
-    try:
-        raw = json.loads((path / MANIFEST).read_text())
-        if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path / MANIFEST} has the format {raw['format']!r} instead of {FORMAT!r}")
-        version = raw["format_version"]
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} was written by a newer herald_jax (format version {version}, this one reads up to "
-                f"{FORMAT_VERSION}); upgrade herald-jax"
-            )
-        manifest = Manifest(
-            path, ModelConfig.from_dict(raw["config"]), raw["params"], raw["files"], dict(raw["provenance"])
-        )
-    except ConfigError as error:
-        raise CheckpointError(f"{path / MANIFEST} holds an invalid configuration: {error}") from error
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is damaged ({error!r}); convert the source again") from error
-    problems = _file_problems(manifest) + _spec_problems(manifest.config, manifest.params)
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"{path} is incomplete or damaged: {'; '.join(problems[:5])}{more}; convert the source again"
-        )
-    return manifest
-
-
-def _not_a_checkpoint(path: Path) -> str:
-    if (path / PARAMS).is_dir() or any(path.glob(PARAMS + ".orbax-checkpoint-tmp*")):
-        return f"{path} is an incomplete checkpoint (its conversion did not finish); run herald-convert again"
-    hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
-    if hugging_face:
-        return f"{path} is a Hugging Face checkpoint; convert it first with: herald-convert {path} <destination>"
-    return f"{path} is not a herald_jax checkpoint (it has no {MANIFEST}); make one with herald-convert"
-
-
-def _file_problems(manifest: Manifest) -> list[str]:
-    problems = []
-    for name, size in manifest.files.items():
-        file = manifest.path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-    return problems
-
-
-def _spec_problems(config: ModelConfig, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    specs = param_specs(config)
-    problems = [f"parameter {path} is missing" for path in specs if path not in params]
-    problems += [f"parameter {path} is unknown" for path in params if path not in specs]
-    for path, spec in specs.items():
-        stored = params.get(path)
-        if stored is not None and tuple(stored["shape"]) != spec.shape:
-            problems.append(f"parameter {path} has shape {tuple(stored['shape'])} instead of {spec.shape}")
-    return problems
 
 
 def load_checkpoint(
@@ -517,13 +323,16 @@ def save_checkpoint(
         writer.commit(config, {"versions": versions(), **(provenance or {})})
 
 
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of what wrote a checkpoint, for its provenance."""
-    from importlib import metadata
-
-    found = {}
-    for name in ("herald-jax", "jax", "orbax-checkpoint", "tensorstore", "numpy", "safetensors", "gguf"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+__all__ = [
+    "SOURCE",
+    "TOKENIZER",
+    "Checkpoint",
+    "CheckpointWriter",
+    "LeafSource",
+    "Manifest",
+    "check_destination",
+    "load_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "versions",
+]

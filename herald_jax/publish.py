@@ -1,0 +1,129 @@
+"""A directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from herald_jax.errors import CheckpointError
+from herald_jax.manifest import MANIFEST
+
+
+class AtomicDirectory:
+    """Fill `work`, a hidden sibling of `path`; `publish` flushes it and renames it to `path`.
+
+    Used as a context manager; leaving without `publish` (an exception, Ctrl-C) removes everything. What a killed
+    process leaves is removed by the next one with the same `path`. One at a time: a lock, which the kernel drops when
+    its owner dies, tells a running process from a dead one.
+
+    Args:
+      path: the directory to create.
+      force: replace the checkpoint that is already there, once the new one is complete.
+    Raises: CheckpointError if `path` cannot be the destination or another process is writing it; OSError.
+    """
+
+    def __init__(self, path: Path, *, force: bool = False):
+        self.path = path.absolute()
+        self._force = force
+        self._work: Path | None = None
+        self._lock: int | None = None
+
+    @property
+    def work(self) -> Path:
+        if self._work is None:
+            raise CheckpointError("the writer is not open; use it in a with statement, before commit")
+        return self._work
+
+    def __enter__(self) -> AtomicDirectory:
+        check_destination(self.path, force=self._force)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self.path)
+        self._work = Path(tempfile.mkdtemp(prefix=_work_prefix(self.path), dir=self.path.parent))
+        self._work.chmod(0o755)  # mkdtemp's 0700 would stay on the published directory
+        self._lock = os.open(self._work, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._work is not None:
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._work = None
+        self._release()
+
+    def publish(self) -> None:
+        """Flush every file and directory to the disk, then rename into place."""
+        work = self.work
+        _flush(work)
+        replaced = None
+        if self.path.exists() and any(self.path.iterdir()):
+            replaced = Path(tempfile.mkdtemp(prefix=_work_prefix(self.path), dir=self.path.parent)) / "replaced"
+            os.rename(self.path, replaced)
+        try:
+            os.rename(work, self.path)  # over an empty directory too
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, self.path)
+            raise
+        self._work = None
+        _fsync(self.path.parent)
+        self._release()
+        if replaced is not None:
+            shutil.rmtree(replaced.parent, ignore_errors=True)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_destination(path: Path, *, force: bool) -> None:
+    """Raise CheckpointError unless a checkpoint may be written to `path`."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} exists and is not a directory; give another destination")
+    if not any(path.iterdir()):
+        return
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is not empty and not a herald_jax checkpoint; give another destination")
+    if not force:
+        raise CheckpointError(f"{path} already holds a checkpoint; give another destination or replace it with --force")
+
+
+def _work_prefix(path: Path) -> str:
+    return f".{path.name}.partial-"
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what earlier, dead runs left beside `path`; a live one holds its lock and stops this run."""
+    for entry in sorted(path.parent.glob(_work_prefix(path) + "*")):
+        if (entry / "replaced").is_dir() and not path.exists():
+            # The earlier run died between the two renames of a replacement: put the old checkpoint back.
+            os.rename(entry / "replaced", path)
+        handle = os.open(entry, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry)
+        except BlockingIOError:
+            raise CheckpointError(f"another conversion is writing {path} now; wait for it or stop it") from None
+        finally:
+            os.close(handle)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _flush(directory: Path) -> None:
+    """fsync every directory below, and every file (the arrays are synced already)."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _fsync(Path(folder, name))
+        _fsync(Path(folder))
