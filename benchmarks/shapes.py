@@ -1,0 +1,80 @@
+"""Real model shapes for benchmarks with random weights (sources: the families' config.json, ../shared/design/models.md)."""
+
+from __future__ import annotations
+
+import math
+
+from herald_jax.config import DiffusionContract, ModelConfig, RopeConfig
+from herald_jax.model import ParamSpec, param_specs
+
+
+def _sdar(layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, *, tied: bool, block: int) -> ModelConfig:
+    return ModelConfig(
+        family="sdar",
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,  # beyond the trained 32,768: these weights are random, only shapes matter
+        tie_word_embeddings=tied,
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm=True,
+        rope=RopeConfig(1e6),
+        dtype="bfloat16",
+        diffusion=DiffusionContract(block, block, 151669, "same", "all_masked", stop_token_ids=(151643,)),
+    )
+
+
+def _fast_dllm(hidden: int, mlp: int, heads: int, kv_heads: int, vocab: int, *, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        family="fast_dllm_v2",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_layers=28,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        tie_word_embeddings=tied,
+        qkv_bias=True,
+        out_bias=False,
+        qk_norm=False,
+        rope=RopeConfig(1e6),
+        dtype="bfloat16",
+        diffusion=DiffusionContract(32, 8, 151665, "shifted", "seed_and_masks", stop_token_ids=(151645,)),
+    )
+
+
+SHAPES = {
+    "sdar8b": _sdar(36, 4096, 12288, 32, 8, tied=False, block=32),
+    "sdar4b": _sdar(36, 2560, 9728, 32, 8, tied=False, block=32),
+    "sdar1.7b": _sdar(28, 2048, 6144, 16, 8, tied=True, block=32),
+    "fdv2_7b": _fast_dllm(3584, 18944, 28, 4, 152064, tied=False),
+    "fdv2_1.5b": _fast_dllm(1536, 8960, 12, 2, 151936, tied=True),
+}
+
+
+def _nbytes(spec: ParamSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def step_weight_bytes(config: ModelConfig) -> int:
+    """Bytes of parameters that one forward of a block must read: everything but the rows of an untied embedding."""
+    skipped = set() if config.tie_word_embeddings else {"embed/embedding"}
+    return sum(_nbytes(spec) for path, spec in param_specs(config).items() if path not in skipped)
+
+
+def step_flops(config: ModelConfig, rows: int) -> int:
+    """Multiply-adds times two of the matmuls of one forward over `rows` tokens (attention scores not counted)."""
+    skipped = set() if config.tie_word_embeddings else {"embed/embedding"}
+    weights = sum(
+        math.prod(s.shape) for p, s in param_specs(config).items() if p not in skipped and len(s.shape) > 1
+    )
+    return 2 * rows * weights
