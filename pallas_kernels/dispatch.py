@@ -65,6 +65,11 @@ def block_attention_missing(q: Any, k: Any) -> str | None:
             f"block_attention on mosaic_gpu has tiles for head dim 64 and 128, not {q.shape[-1]}: the swizzled layout "
             "that wgmma reads comes in columns of 64, and at 256 the accumulators of a tile do not fit the registers"
         )
+    if k.shape[-2] % 8:
+        return (
+            f"block_attention on mosaic_gpu needs a cache whose length is a multiple of 8, not {k.shape[-2]}: copies "
+            "into the layout that wgmma reads go by 8 rows (allocate a longer one; lengths may be anything)"
+        )
     if k.shape[-2] < 1 or q.shape[1] < 1 or q.shape[0] < 1:
         return "block_attention on mosaic_gpu needs at least one batch row, one query and one KV entry"
     return None
