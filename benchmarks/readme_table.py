@@ -1,0 +1,73 @@
+"""`python -m benchmarks.readme_table`: the README's table of results, made from results/*.json and never typed.
+
+Shown are all rows with a goal, met or missed, and all rows of benchmarks without any. With `--check` nothing is written
+and the status is 1 if the README is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- results: begin (made by `python -m benchmarks.readme_table`) -->", "<!-- results: end -->"
+VERDICTS = {True: "met", False: "**missed**", None: ""}
+
+
+def table(folder: Path = RESULTS) -> str:
+    """Markdown of every result in `folder`; a sentence where there is none."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        return "No results yet.\n"
+    lines = ["| measured | value | goal | | device | commit |", "|---|---:|---|---|---|---|"]
+    hidden: list[str] = []
+    for file in files:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        rows = report["rows"]
+        shown = [row for row in rows if "goal" in row] or rows
+        lines += [_line(report, row) for row in shown]
+        if len(shown) < len(rows):
+            hidden.append(f"{len(rows) - len(shown)} in [{file.name}](benchmarks/results/{file.name})")
+    text = "\n".join(lines) + "\n"
+    return text + (f"\nRows without a goal: {', '.join(hidden)}.\n" if hidden else "")
+
+
+def _line(report: dict[str, Any], row: dict[str, Any]) -> str:
+    commit = str(row.get("commit", report["commit"]))[:8]
+    goal = row.get("goal", "")
+    cells = [f"`{row['id']}`", f"{row['value']:g} {row['unit']}", f"{goal} {row['unit']}" if goal else ""]
+    return "| " + " | ".join([*cells, VERDICTS[row.get("met")], report["device"], commit]) + " |"
+
+
+def render(readme: str, folder: Path = RESULTS) -> str:
+    """The README's text with its table brought up to date. Raises ValueError if the markers are missing."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README lacks the markers {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{table(folder)}{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrites README.md, or with --check compares it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if the README is out of date")
+    args = parser.parse_args(argv)
+    old = README.read_text(encoding="utf-8")
+    new = render(old)
+    if args.check:
+        if new != old:
+            print("README.md is out of date; run python -m benchmarks.readme_table", file=sys.stderr)
+        return int(new != old)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
