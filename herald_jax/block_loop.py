@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from herald_jax import sharding
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.denoise import Policy, Prediction, Sampling, predict
@@ -111,7 +112,7 @@ def first_canvas(
         cache, tokens, prompt_length, limit, length, canvas, known, zero, off, prompt_length, off, done, failed, key,
         zero, zero, zero, jnp.zeros((), jnp.int32),
     )  # fmt: skip
-    return _settle(rows, stops, jnp.zeros((batch,), bool))
+    return _placed(_settle(rows, stops, jnp.zeros((batch,), bool)), options.mesh)
 
 
 def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax.Array:
@@ -254,7 +255,31 @@ def _forward(
         )
         return spread, cache
 
-    return jax.lax.cond(jnp.any(refresh), whole, partial, rows.cache)
+    # Two loops of at most one turn, not a `cond`: XLA updates a loop's carry in place, but in a branch it copies the
+    # whole cache at every layer.
+    def once(wanted: jax.Array, forward: Any, carry: Any) -> Any:
+        def body(state: Any) -> Any:
+            return (jnp.zeros_like(wanted), *forward(state[2]))
+
+        return jax.lax.while_loop(lambda state: state[0], body, (wanted, *carry))[1:]
+
+    zeros = jnp.zeros((batch, block), jnp.float32)
+    carry = (Prediction(zeros.astype(jnp.int32), zeros, zeros), rows.cache)
+    carry = once(jnp.any(refresh), whole, carry)
+    return once(~jnp.any(refresh), partial, carry)
+
+
+def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
+    """`rows` where they are split over "data": leaving the loop and entering it again must not compile anew."""
+    if mesh is None:
+        return rows
+    state = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    state = {
+        name: jax.lax.with_sharding_constraint(value, sharding.batch_sharding(mesh, value.ndim))
+        for name, value in state.items()
+        if isinstance(value, jax.Array)
+    }
+    return dataclasses.replace(rows, **state)
 
 
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",))
@@ -283,4 +308,4 @@ def run_blocks(
         return ~jnp.all(rows.done) & ~(pause & jnp.any(rows.fresh))
 
     rows = dataclasses.replace(rows, fresh=jnp.zeros_like(rows.fresh))
-    return jax.lax.while_loop(going, body, rows)
+    return _placed(jax.lax.while_loop(going, body, rows), options.mesh)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.config import ModelConfig
+from herald_jax.sharding import one_device
 from pallas_kernels import block_attention
 
 _CACHE = P(None, "data", "model", None, None)
@@ -44,8 +45,8 @@ class DeviceKV:
     def empty(cls, config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> DeviceKV:
         """An empty cache for `batch` rows of up to `capacity` tokens."""
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-        sharding = None if mesh is None else NamedSharding(mesh, _CACHE)
-        zeros = functools.partial(jnp.zeros, shape, jnp.dtype(config.dtype), device=sharding)
+        place = one_device() if mesh is None else NamedSharding(mesh, _CACHE)
+        zeros = functools.partial(jnp.zeros, shape, jnp.dtype(config.dtype), device=place)
         return cls(zeros(), zeros())
 
 

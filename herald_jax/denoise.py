@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from herald_jax.errors import GenerationError
 
@@ -47,8 +48,8 @@ class Sampling:
 
     @classmethod
     def of(cls, temperature: float, top_k: int, top_p: float) -> Sampling:
-        greedy = temperature == 0
-        return cls(temperature, top_p, 0 if greedy else top_k, greedy, not greedy and top_p < 1)
+        greedy = temperature < np.finfo(np.float32).tiny  # 0, or what float32 cannot divide by
+        return cls(float(temperature), float(top_p), 0 if greedy else top_k, greedy, not greedy and top_p < 1)
 
 
 def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: jax.Array | None = None) -> jax.Array:
@@ -60,7 +61,7 @@ def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: 
     """
     if sampling.greedy or keys is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    scaled = logits / sampling.temperature
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature  # never above 0: no overflow
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = jax.lax.top_k(scaled, sampling.top_k)[0][:, -1:]
         scaled = jnp.where(scaled < kth, -jnp.inf, scaled)
@@ -136,6 +137,12 @@ def _ranks(order: jax.Array, eligible: jax.Array) -> jax.Array:
     return jnp.sum(before & eligible[:, None, :], axis=-1)
 
 
+def _as_float(policy: object, name: str) -> None:
+    # 1 and 1.0 are one value, but as traced arguments two types, that is two compiled programs.
+    if isinstance(value := getattr(policy, name), int):
+        object.__setattr__(policy, name, float(value))
+
+
 def _check_steps(steps: int | None) -> None:
     if steps is not None and not (isinstance(steps, int) and steps > 0):
         raise GenerationError(
@@ -177,6 +184,7 @@ class Threshold:
         _check_steps(self.steps)
         if isinstance(self.threshold, (int, float)) and not 0 <= self.threshold <= 1:
             raise GenerationError(f"threshold is {self.threshold!r}, but a probability between 0 and 1 was expected")
+        _as_float(self, "threshold")
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -201,6 +209,7 @@ class EntropyBound:
         _check_steps(self.steps)
         if isinstance(self.bound, (int, float)) and not 0 <= self.bound < float("inf"):
             raise GenerationError(f"entropy bound is {self.bound!r}, but a number of nats from 0 up was expected")
+        _as_float(self, "bound")
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int

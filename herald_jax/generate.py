@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -144,9 +145,9 @@ class _Run:
         ids = _encode(model, prompts)
         _check(model.config, config, plan, ids)
         self.count = len(ids)
-        if keys is not None and keys.shape != (self.count,):
+        if keys is not None and (keys.shape != (self.count,) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
             raise GenerationError(
-                f"keys have shape {keys.shape}, but one typed key per prompt, ({self.count},), was expected"
+                f"keys are {keys.dtype}{list(keys.shape)}, but one typed key per prompt, [{self.count}], was expected"
             )
 
         # Rows that only fill a data-parallel batch are done from the start.
@@ -302,7 +303,7 @@ def _to_host(values: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     if isinstance(prompts, str):
         raise GenerationError("prompts is a single text, but a list of prompts was expected; write [prompt]")
-    if not prompts:
+    if len(prompts) == 0:
         raise GenerationError("prompts is empty, but at least one prompt was expected")
     return [model.tokenizer.encode(p) if isinstance(p, str) else [int(t) for t in p] for p in prompts]
 

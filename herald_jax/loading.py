@@ -64,14 +64,14 @@ class Model:
             placed = {p: jax.device_put(leaf, sharding.param_sharding(specs[p], mesh)) for p, leaf in leaves.items()}
             return cls(config, unflatten(placed), mesh, **fields)
         config = sharding.replicate_kv_heads(config, copies)
-        specs = param_specs(config)
+        stored, specs = specs, param_specs(config)
         placed = {}
         for path in sorted(leaves):
             place = jax.jit(
                 functools.partial(sharding.replicate_leaf, path, copies=copies),
                 out_shardings=sharding.param_sharding(specs[path], mesh),
             )
-            placed[path] = place(leaves.pop(path))
+            placed[path] = place(jax.device_put(leaves.pop(path), sharding.loading_sharding(stored[path], mesh)))
         return cls(config, unflatten(placed), mesh, **fields)
 
 

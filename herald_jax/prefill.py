@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from herald_jax import sharding
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.model import Params, bind
@@ -63,7 +64,10 @@ def prefill_chunk(
     offset = lengths - 1 - start
     here = (offset >= 0) & (offset < length)
     last = jnp.take_along_axis(hidden, jnp.clip(offset, 0, length - 1)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where(here[:, None], last, last_hidden)
+    last_hidden = jnp.where(here[:, None], last, last_hidden)
+    if mesh is not None:  # as it came in, or the next chunk would be another program
+        last_hidden = jax.lax.with_sharding_constraint(last_hidden, sharding.batch_sharding(mesh, 2))
+    return cache, last_hidden
 
 
 def prefill(
@@ -83,7 +87,8 @@ def prefill(
     `cache.capacity` must hold the longest row rounded up to `chunk`.
     """
     batch = tokens.shape[0]
-    last_hidden = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
+    place = sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 2)
+    last_hidden = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype), device=place)
     longest = int(lengths.max(initial=0))
     padded = np.zeros((batch, -(-longest // chunk) * chunk), np.int32)
     padded[:, :longest] = tokens[:, :longest]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.config import ModelConfig
@@ -34,6 +34,8 @@ RULES: dict[str, str | None] = {
 def make_mesh(*, model: int = 1, data: int = 1, devices: list[Any] | None = None) -> Mesh:
     """A mesh of `data * model` devices (the first ones of `devices`, default `jax.devices()`)."""
     devices = list(jax.devices() if devices is None else devices)
+    if min(data, model) < 1:
+        raise ConfigError(f"a mesh of {data} x {model} devices is impossible; both numbers must be positive")
     if data * model > len(devices):
         raise ConfigError(f"a mesh of {data} x {model} needs {data * model} devices, but only {len(devices)} are there")
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
@@ -104,11 +106,14 @@ def spec_of(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*parts)
 
 
+def one_device() -> SingleDeviceSharding:
+    """Where everything lives without a mesh. Always named: the same array with and without a place compiles twice."""
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
 def param_sharding(spec: ParamSpec, mesh: Mesh | None) -> Any:
     """Placement of one parameter: by the table on a mesh, else JAX's default device."""
-    if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return NamedSharding(mesh, spec_of(spec.axes, spec.shape, mesh))
+    return one_device() if mesh is None else NamedSharding(mesh, spec_of(spec.axes, spec.shape, mesh))
 
 
 def loading_sharding(spec: ParamSpec, mesh: Mesh | None) -> Any:
@@ -122,7 +127,7 @@ def loading_sharding(spec: ParamSpec, mesh: Mesh | None) -> Any:
 
 
 def batch_sharding(mesh: Mesh | None, ndim: int) -> Any:
-    """Placement of `[B, ...]` batch state."""
+    """Placement of `[B, ...]` batch state (a scalar is replicated)."""
     if mesh is None:
         return None
-    return NamedSharding(mesh, P("data", *(None,) * (ndim - 1)))
+    return NamedSharding(mesh, P(*("data", *(None,) * (ndim - 1))[:ndim]))
