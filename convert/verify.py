@@ -86,13 +86,12 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
         raise ConversionError("--verify needs torch and transformers: install herald-jax[oracle]") from error
     base = _BASES[config.family]
     model_class = getattr(transformers, f"{base}ForCausalLM")
-    dtype = getattr(torch, config.dtype)
     opened = open_source(source)
     try:
         raw = json.loads((opened.config_dir / "config.json").read_text(encoding="utf-8"))
         for name in ("architectures", "auto_map", "model_type", "attn_implementation", "dtype", "torch_dtype"):
             raw.pop(name, None)
-        model = model_class(getattr(transformers, f"{base}Config")(**raw)).to(dtype)
+        model = model_class(getattr(transformers, f"{base}Config")(**raw))
         if opened.kind == "gguf":
             from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -105,7 +104,8 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
             _fill(model, opened, torch)
     finally:
         opened.close()
-    model = model.float().eval()
+    _round(model, getattr(torch, config.dtype), torch)
+    model.eval()
     block, length = config.diffusion.block_length, tokens.shape[1]
     owner = torch.arange(length) // block
     mask = torch.where(owner[:, None] >= owner[None, :], 0.0, torch.finfo(torch.float32).min)[None, None]
@@ -113,6 +113,13 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(tokens), attention_mask=mask).logits
     return logits.numpy()
+
+
+def _round(model: Any, dtype: Any, torch: Any) -> None:
+    """Round the weights, not the rotary frequencies as `model.to(dtype)` would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
 
 
 def _fill(model: Any, source: Source, torch: Any) -> None:

@@ -45,8 +45,6 @@ class Family:
     head_dim_from_hidden: bool = False
 
 
-_CAUSAL = {"logit_alignment": "shifted", "first_canvas": "seed_and_masks", "seed_rule": "sample"}
-
 FAMILIES = {
     family.name: family
     for family in (
@@ -85,7 +83,9 @@ FAMILIES = {
             out_bias="attention_bias",
             qk_norm=False,
             head_dim_from_hidden=True,
-            **_CAUSAL,
+            logit_alignment="shifted",
+            first_canvas="seed_and_masks",
+            seed_rule="sample",
         ),
         Family(
             "qwen2",
@@ -95,7 +95,9 @@ FAMILIES = {
             out_bias=False,
             qk_norm=False,
             head_dim_from_hidden=True,
-            **_CAUSAL,
+            logit_alignment="shifted",
+            first_canvas="seed_and_masks",
+            seed_rule="sample",
         ),
         Family(
             "qwen3",
@@ -104,7 +106,9 @@ FAMILIES = {
             qkv_bias="attention_bias",
             out_bias="attention_bias",
             qk_norm=True,
-            **_CAUSAL,
+            logit_alignment="shifted",
+            first_canvas="seed_and_masks",
+            seed_rule="sample",
         ),
     )
 }

@@ -38,9 +38,9 @@ class AtomicDirectory:
         return self._work
 
     def __enter__(self) -> AtomicDirectory:
+        _remove_leftovers(self.path)
         check_destination(self.path, force=self._force)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.path)
         self._work = Path(tempfile.mkdtemp(prefix=_work_prefix(self.path), dir=self.path.parent))
         self._work.chmod(0o755)  # mkdtemp's 0700 would stay on the published directory
         self._lock = os.open(self._work, os.O_RDONLY)
