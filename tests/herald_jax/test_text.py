@@ -9,13 +9,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
+from convert.hf import open_source
 from herald_jax.errors import CheckpointError, GenerationError
 from herald_jax.text import StreamDecoder, Tokenizer, load_tokenizer
-from tests.data_packages import qwen3_tokenizer
+from tests.data_packages import qwen3_tokenizer, smollm2_gguf
 from tests.herald_jax import text_oracle
 from tests.tiny import byte_level
 
-LANDED = json.loads(text_oracle.PATH.read_text(encoding="utf-8"))["qwen3"]
+ORACLE = json.loads(text_oracle.PATH.read_text(encoding="utf-8"))
+LANDED = ORACLE["qwen3"]
 SIMPLE_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
 
 
@@ -68,6 +70,22 @@ def test_chat_equals_transformers(qwen3: Tokenizer, name: str) -> None:
     messages, arguments = text_oracle.CONVERSATIONS[name]
     assert qwen3.chat(messages, **arguments) == LANDED["chats"][name]
     assert qwen3.encode_chat(messages, **arguments) == LANDED["chat_ids"][name]
+
+
+def test_smollm2_from_gguf_equals_transformers() -> None:
+    source = open_source(smollm2_gguf())
+    try:
+        tokenizer = load_tokenizer(source.config_dir)
+    finally:
+        source.close()
+    landed = ORACLE["smollm2"]
+    assert [tokenizer.encode(text) for text in text_oracle.TEXTS] == landed["ids"]
+    assert [tokenizer.decode(ids) for ids in landed["ids"]] == landed["decoded"]
+    for name, (messages, arguments) in text_oracle.CONVERSATIONS.items():
+        assert tokenizer.chat(messages, **arguments) == landed["chats"][name]
+        assert tokenizer.encode_chat(messages, **arguments) == landed["chat_ids"][name]
+    for ids in landed["ids"]:
+        check_stream(tokenizer, ids, 1)
 
 
 def test_qwen2_class_without_tokenizer_json_gives_the_same_ids(tmp_path: Path) -> None:

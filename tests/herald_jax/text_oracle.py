@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.data_packages import qwen3_tokenizer, smollm2_gguf
+
 PATH = Path(__file__).parent / "data" / "text_oracle.json"
 
 TEXTS = [
@@ -60,11 +62,17 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def compute(directory: Path) -> dict[str, Any]:
+def compute_all() -> dict[str, Any]:
+    """The landed values: Qwen3's files, and SmolLM2's tokenizer as transformers reads it out of GGUF."""
+    gguf = smollm2_gguf()
+    return {"qwen3": compute(qwen3_tokenizer()), "smollm2": compute(gguf.parent, gguf_file=gguf.name)}
+
+
+def compute(directory: Path, **arguments: str) -> dict[str, Any]:
     """What transformers makes of TEXTS and CONVERSATIONS with the tokenizer files in `directory`."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, **arguments)
     ids = [tokenizer.encode(text) for text in TEXTS]
     return {
         "ids": ids,
@@ -86,8 +94,5 @@ def compute(directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from tests.data_packages import qwen3_tokenizer
-
     PATH.parent.mkdir(exist_ok=True)
-    values = {"qwen3": compute(qwen3_tokenizer())}
-    PATH.write_text(json.dumps(values, indent=1, ensure_ascii=True) + "\n", encoding="utf-8")
+    PATH.write_text(json.dumps(compute_all(), indent=1, ensure_ascii=True) + "\n", encoding="utf-8")
