@@ -168,7 +168,7 @@ def _kernel(
     dst = rest.pop(0) if has_dst else None
     first_problem = lanes.constant(0)
     if has_layer:
-        (layer,) = lanes.load(rest.pop(0), lanes.wide(lanes.constant(0)), where=lanes.thread < lanes.threads)
+        (layer,) = lanes.load(rest.pop(0), lanes.wide(lanes.constant(0)))
         first_problem = layer * problems_per_layer
 
     per_tile = lanes.threads * unroll  # chunks of one tile, all of one problem

@@ -110,14 +110,21 @@ class Value:
 class _Memory:
     """A reference as the address of its first byte: 64 bits wide in global memory, 32 in shared memory."""
 
-    def __init__(self, ref: Any):
-        self.shared = mgpu.utils.is_smem_ref(ref)
+    def __init__(self, address: Value, *, shared: bool):
+        self.address, self.shared = address, shared
+
+    @classmethod
+    def of(cls, ref: Any) -> _Memory:
+        shared = mgpu.utils.is_smem_ref(ref)
         pointer = mgpu.utils.memref_ptr(ref)
-        self.address = Value(llvm.ptrtoint(_word() if self.shared else _wide(), pointer))
+        return cls(Value(llvm.ptrtoint(_word() if shared else _wide(), pointer)), shared=shared)
 
 
 class Lanes:
-    """What a thread can do. All memory is addressed in 32-bit words, counted from the start of the reference."""
+    """What a thread can do. All memory is addressed in 32-bit words, counted from the start of the reference.
+
+    Global memory takes 32-bit or 64-bit indices: a row's start needs 64 bits, what is inside it seldom does.
+    """
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -139,8 +146,16 @@ class Lanes:
     def where(self, predicate: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(predicate.ir, a.ir, b.ir))
 
+    def sign(self, value: Value) -> Value:
+        """All ones where the highest bit is set, else 0."""
+        return Value(arith.shrsi(value.ir, self.constant(31).ir))
+
     def minimum(self, a: Value, b: Value) -> Value:
         return Value(arith.minui(a.ir, b.ir))
+
+    def at(self, memory: _Memory, index: Value) -> _Memory:
+        """The memory from word ``index`` (64 bits for global memory) on."""
+        return _Memory(memory.address + index * 4, shared=memory.shared)
 
     def barrier(self) -> None:
         """All threads of the block meet, and see each other's shared memory."""
@@ -168,44 +183,58 @@ class Lanes:
             scf.yield_([v.ir for v in new])
         return tuple(map(Value, op.results))
 
-    def load(self, memory: _Memory, index: Value, words: int = 1, *, where: Value, hint: str = "") -> tuple[Value, ...]:
+    def load(
+        self, memory: _Memory, index: Value, words: int = 1, *, where: Value | None = None, hint: str = ""
+    ) -> tuple[Value, ...]:
         """Reads 1, 2 or 4 words; 0 where the predicate is false. ``hint``: PTX cache qualifiers of a global load."""
         space = "shared" if memory.shared else "global"
         out = [f"${i}" for i in range(words)]
         vector = f".v{words}" if words > 1 else ""
         target = "{" + ", ".join(out) + "}" if words > 1 else out[0]
-        code = (
-            f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {' '.join(f'mov.u32 {o}, 0;' for o in out)} "
-            f"@p ld.{space}{hint}{vector}.u32 {target}, [${words}]; }}"
-        )
+        code = f"ld.{space}{hint}{vector}.u32 {target}, [${words}];"
+        if where is not None:
+            zeros = " ".join(f"mov.u32 {o}, 0;" for o in out)
+            code = f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} @p {code} }}"
         result = _word() if words == 1 else llvm.StructType.get_literal([_word()] * words)
         got = self._asm(code, result, ["=&r"] * words, memory, index, where)
         if words == 1:
             return (Value(got),)
         return tuple(Value(llvm.extractvalue(_word(), got, [i])) for i in range(words))
 
-    def store(self, memory: _Memory, index: Value, values: Sequence[Value], *, where: Value) -> None:
-        """Writes 1, 2 or 4 words where the predicate holds."""
+    def store(self, memory: _Memory, index: Value, values: Sequence[Value], *, where: Value | None = None) -> None:
+        """Writes 1, 2 or 4 words, where the predicate holds."""
         self._write("st", memory, index, values, where)
 
-    def add(self, memory: _Memory, index: Value, value: Value, *, where: Value) -> None:
-        """Adds a word atomically where the predicate holds. A sum of integers does not depend on the order."""
+    def add(self, memory: _Memory, index: Value, value: Value, *, where: Value | None = None) -> None:
+        """Adds a word atomically, where the predicate holds. A sum of integers does not depend on the order."""
         self._write("red", memory, index, [value], where)
 
-    def _write(self, op: str, memory: _Memory, index: Value, values: Sequence[Value], where: Value) -> None:
+    def _write(self, op: str, memory: _Memory, index: Value, values: Sequence[Value], where: Value | None) -> None:
         space = "shared" if memory.shared else "global"
-        source = [f"${i + 2}" for i in range(len(values))]
+        first = 1 if where is None else 2
+        source = [f"${i + first}" for i in range(len(values))]
         operand = source[0] if len(source) == 1 else "{" + ", ".join(source) + "}"
         kind = ".add" if op == "red" else f".v{len(values)}" if len(values) > 1 else ""
-        code = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p {op}.{space}{kind}.u32 [$0], {operand}; }}"
+        code = f"{op}.{space}{kind}.u32 [$0], {operand};"
+        if where is not None:
+            code = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p {code} }}"
         self._asm(code, ir.Type.parse("!llvm.void"), [], memory, index, where, values)
 
     def _asm(
-        self, code: str, result: Any, outputs: list[str], memory: _Memory, index: Value, where: Value, values: Any = ()
+        self,
+        code: str,
+        result: Any,
+        outputs: list[str],
+        memory: _Memory,
+        index: Value,
+        where: Value | None,
+        values: Sequence[Value] = (),
     ) -> Any:
-        address = memory.address + index * 4
-        operands = [address, self.word(where), *values]
-        inputs = ["r" if memory.shared else "l", "r", *("r" for _ in values)]
+        predicate = [] if where is None else [self.word(where)]
+        if not memory.shared and index.ir.type == _word():
+            index = self.wide(index)
+        operands = [memory.address + index * 4, *predicate, *values]
+        inputs = ["r" if memory.shared else "l", *("r" for _ in operands[1:])]
         constraints = ",".join([*outputs, *inputs, "~{memory}"])
         return llvm.inline_asm(result, [v.ir for v in operands], code, constraints, has_side_effects=True)
 
@@ -242,7 +271,7 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
         def per_thread(ctx: Any, *memrefs: Any) -> None:
             del ctx
-            kernel(Lanes(threads), *map(_Memory, memrefs))
+            kernel(Lanes(threads), *map(_Memory.of, memrefs))
 
         per_thread(*args)
 

@@ -13,6 +13,8 @@ import numpy as np
 
 __all__ = ["NumpyLanes", "launch"]
 
+ALL = slice(None)  # no predicate: every thread
+
 
 class NumpyLanes:
     """See :class:`pallas_kernels.lanes.Lanes`; a value is an array with one element per thread."""
@@ -35,8 +37,16 @@ class NumpyLanes:
     def where(self, predicate: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(predicate, a, b)
 
+    def sign(self, value: np.ndarray) -> np.ndarray:
+        return (value.view(np.int32) >> 31).view(np.uint32)
+
     def minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.minimum(a, b)
+
+    def at(self, memory: np.ndarray, index: np.ndarray) -> np.ndarray:
+        if (index != index[0]).any():
+            raise NotImplementedError("a start that differs between the threads of a block")
+        return memory[int(index[0]) :]
 
     def barrier(self) -> None:
         pass
@@ -59,7 +69,7 @@ class NumpyLanes:
             carry = tuple(body(self.constant(i), *carry))
         return carry
 
-    def _checked(self, memory: np.ndarray, index: np.ndarray, words: int, where: np.ndarray) -> np.ndarray:
+    def _checked(self, memory: np.ndarray, index: np.ndarray, words: int, where: Any) -> np.ndarray:
         at = index.astype(np.int64)[where]
         if at.size and (at.min() < 0 or at.max() + words > memory.size):
             raise IndexError(f"words {at.min()}..{at.max() + words} of a buffer of {memory.size}")
@@ -68,7 +78,7 @@ class NumpyLanes:
         return at
 
     def load(
-        self, memory: np.ndarray, index: np.ndarray, words: int = 1, *, where: np.ndarray, hint: str = ""
+        self, memory: np.ndarray, index: np.ndarray, words: int = 1, *, where: Any = ALL, hint: str = ""
     ) -> tuple[np.ndarray, ...]:
         at = self._checked(memory, index, words, where)
         out = tuple(self.constant(0) for _ in range(words))
@@ -76,12 +86,12 @@ class NumpyLanes:
             word[where] = memory[at + i]
         return out
 
-    def store(self, memory: np.ndarray, index: np.ndarray, values: Sequence[np.ndarray], *, where: np.ndarray) -> None:
+    def store(self, memory: np.ndarray, index: np.ndarray, values: Sequence[np.ndarray], *, where: Any = ALL) -> None:
         at = self._checked(memory, index, len(values), where)
         for i, value in enumerate(values):
             memory[at + i] = value[where]
 
-    def add(self, memory: np.ndarray, index: np.ndarray, value: np.ndarray, *, where: np.ndarray) -> None:
+    def add(self, memory: np.ndarray, index: np.ndarray, value: np.ndarray, *, where: Any = ALL) -> None:
         np.add.at(memory, self._checked(memory, index, 1, where), value[where])
 
 
