@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import shutil
 import sys
 import time
@@ -23,6 +24,7 @@ from herald_jax.errors import ConfigError, ConversionError
 from herald_jax.hf_config import NO_OVERRIDES, HFConfig, Overrides, read_hf_config
 from herald_jax.hf_files import CONFIG_FILES, TOKENIZER_FILES
 
+_MISSING = re.compile(r" is missing( \(|$)")
 _SHOWN = 60  # problems in one error message; `--dry-run` lists all
 
 
@@ -84,12 +86,15 @@ def inspect(source: Source, overrides: Overrides) -> Inspection:
     except ConfigError as error:
         return Inspection(None, None, (*problems, str(error)))
     mapping = plan(hf.config, source.tensors)
-    # Where a file is damaged its tensors are absent; the damage has been named, their absence would only drown it.
-    damaged = bool(source.problems)
-    problems += [p for p in mapping.problems if not (damaged and p.endswith(" is missing"))]
+    # The damage of a file has been named; the absence of the tensors in it would only drown that.
+    problems += [p for p in mapping.problems if not (_MISSING.search(p) and _is_lost(source, p.split(" ")[0]))]
     if mapping.compare_head and {HEAD, EMBED} <= source.tensors.keys() and not problems:
         problems += _compare_heads(source)
     return Inspection(hf, mapping, tuple(problems))
+
+
+def _is_lost(source: Source, name: str) -> bool:
+    return source.lost is None or name in source.lost
 
 
 def _compare_heads(source: Source) -> list[str]:

@@ -77,6 +77,7 @@ class GGUFSource:
         self.files = [path]
         self.tensors: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
+        self.lost: set[str] | None = set()
         self.notes: list[str] = []
         self._types: dict[str, Any] = {}
         self._heads: dict[str, int] = {}
@@ -111,6 +112,7 @@ class GGUFSource:
         offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
         if offset + nbytes > size:
             self.problems.append(f"{path.name} is truncated: {tensor.name} ends at byte {offset + nbytes} of {size}")
+            self.lost = None
             return
         dtype = np.dtype(np.float32) if stored in QUANTISATIONS else None
         name = name or tensor.name  # an unknown one keeps its name, and the rules will call it unknown

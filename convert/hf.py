@@ -79,6 +79,8 @@ def _open_index(kind: str, directory: Path, index: Path) -> Source:
             count = sum(1 for shard in weight_map.values() if shard == name)
             problems.append(f"{index.name} names {name} ({count} tensors), which does not exist")
     source = _open_shards(kind, directory, [directory / name for name in present])
+    damaged = {t for t, shard in weight_map.items() if shard not in present or shard in source.unreadable}
+    source.lost = damaged if weight_map else None
     for tensor, shard in weight_map.items():
         info = source.tensors.get(tensor)
         if info is None and shard in present and shard not in source.unreadable:
@@ -120,7 +122,7 @@ class SafetensorsSource:
         self.tensors: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.unreadable: set[str] = set()  # files whose tensors could not even be listed
+        self.unreadable: set[str] = set()  # files of which some tensors could not even be listed
         self._entries: dict[str, Entry] = {}
         self._descriptors: dict[str, int] = {}
         for file in files:
@@ -137,6 +139,7 @@ class SafetensorsSource:
                 self.tensors[name] = info
                 self._entries[name] = entry
             self._descriptors[file.name] = os.open(file, os.O_RDONLY)
+        self.lost: set[str] | None = None if self.unreadable else set()
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return read_rows(self._descriptors[self.tensors[name].file], self._entries[name], start, stop)
@@ -203,6 +206,7 @@ class TorchSource:
                 )
                 self.tensors[name] = info
                 self._state[name] = tensor
+        self.lost: set[str] | None = None if self.unreadable else set()
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         part = self._state[name][start:stop].detach().contiguous()

@@ -241,10 +241,10 @@ def plan(config: ModelConfig, tensors: Mapping[str, TensorInfo], rules: tuple[Ru
             result.problems.append(
                 f"{name} is stored as {info.stored}, which cannot be converted; use unquantised weights"
             )
-    for path in leaves:
-        for part in parts_of(path):
-            if (path, part) not in touched:
-                result.problems.append(_never_filled(path, part, rules, config))
+    for path, leaf in leaves.items():
+        parts = parts_of(path)
+        result.problems += [_never_filled(path, part, rules, config) for part in parts if (path, part) not in touched]
+        leaf.sources = {part: leaf.sources[part] for part in parts if part in leaf.sources}
     result.leaves = dict(sorted(leaves.items(), key=lambda item: _position(item[1], tensors)))
     return result
 

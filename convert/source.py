@@ -39,6 +39,7 @@ class Source(Protocol):
       kind: "safetensors", "pytorch" or "gguf".
       tensors: every readable tensor by its Hugging Face name.
       problems: everything wrong with the files themselves, one sentence each.
+      lost: names of tensors that a damaged or absent file holds; None if that cannot be told.
       notes: remarks for the provenance.
       files: the weight files.
       config_dir: directory with config.json and the tokenizer files.
@@ -47,6 +48,7 @@ class Source(Protocol):
     kind: str
     tensors: dict[str, TensorInfo]
     problems: list[str]
+    lost: set[str] | None
     notes: list[str]
     files: list[Path]
     config_dir: Path

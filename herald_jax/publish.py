@@ -82,6 +82,9 @@ class AtomicDirectory:
 def check_destination(path: Path, *, force: bool) -> None:
     """Raise CheckpointError unless a checkpoint may be written to `path`."""
     if not path.exists() and not path.is_symlink():
+        ancestor = next(parent for parent in path.absolute().parents if parent.exists())
+        if not ancestor.is_dir():
+            raise CheckpointError(f"{path} cannot be created: {ancestor} is not a directory")
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} exists and is not a directory; give another destination")
