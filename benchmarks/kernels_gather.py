@@ -122,7 +122,11 @@ def rows(context: dict[str, Any]) -> list[dict]:
         moved = 2 * case.nbytes / device_s
         h2d_fractions[case.name] = h2d_s / host_s
         copy_fractions[case.name] = moved / bandwidth
-        detail = {"ours_us": host_s * 1e6, "h2d_us": h2d_s * 1e6, "ours_gb_s": case.nbytes / host_s / 1e9}
+        detail: dict[str, Any] = {
+            "ours_us": host_s * 1e6,
+            "h2d_us": h2d_s * 1e6,
+            "ours_gb_s": case.nbytes / host_s / 1e9,
+        }
         detail |= {"h2d_gb_s": case.nbytes / h2d_s / 1e9, "bytes": case.nbytes}
         out.append(common.row(f"gather/host/{case.name}/h2d_fraction", h2d_s / host_s, "", detail=detail))
         detail = {"ours_us": device_s * 1e6, "floor_us": 2 * case.nbytes / bandwidth * 1e6, "ours_tb_s": moved / 1e12}
@@ -146,11 +150,8 @@ def _scatter_rows(quick: bool, on_gpu: bool, bandwidth: float) -> list[dict]:
     positions = jnp.arange(batch, dtype=jnp.int32) * (length // batch) + 3
     blocks = [jax.random.normal(jax.random.key(i), (layers, batch, heads, block, 128), jnp.bfloat16) for i in range(2)]
     nbytes = 2 * blocks[0].nbytes
-    for memory, implementation in (
-        ("device", "mosaic_gpu" if on_gpu else "xla"),
-        ("device", "xla"),
-        ("pinned_host", "xla"),
-    ):
+    forms = [("device", "xla"), ("pinned_host", "xla")]
+    for memory, implementation in [("device", "mosaic_gpu"), *forms] if on_gpu else forms:
         caches = [
             jax.device_put(jnp.zeros((layers, batch, heads, length, 128), jnp.bfloat16), _memory(memory))
             for _ in range(2)

@@ -99,7 +99,7 @@ def test_under_shard_map():
 
 
 # The kernel's own function, run thread by thread in NumPy.
-@pytest.mark.parametrize("config", [TopkConfig(threads=128, unroll=1), TopkConfig()], ids=["small", "default"])
+@pytest.mark.parametrize("config", [TopkConfig(threads=128, unroll=1), None], ids=["small", "default"])
 @pytest.mark.parametrize("n", [1, 63, 2500])
 @pytest.mark.parametrize("case", VALUES)
 def test_kernel_in_numpy(case, n, config):
