@@ -1,4 +1,4 @@
-"""Real model shapes for benchmarks with random weights (sources: the families' config.json, ../shared/design/models.md)."""
+"""Real model shapes for benchmarks with random weights. Sources: the config.json of each family."""
 
 from __future__ import annotations
 
@@ -74,7 +74,5 @@ def step_weight_bytes(config: ModelConfig) -> int:
 def step_flops(config: ModelConfig, rows: int) -> int:
     """Multiply-adds times two of the matmuls of one forward over `rows` tokens (attention scores not counted)."""
     skipped = set() if config.tie_word_embeddings else {"embed/embedding"}
-    weights = sum(
-        math.prod(s.shape) for p, s in param_specs(config).items() if p not in skipped and len(s.shape) > 1
-    )
+    weights = sum(math.prod(s.shape) for p, s in param_specs(config).items() if p not in skipped and len(s.shape) > 1)
     return 2 * rows * weights

@@ -1,10 +1,11 @@
 """herald_jax: block diffusion language models in JAX, with MAGE and HERALD sparse attention over long contexts."""
 
-from herald_jax.config import Dense, DiffusionContract, GenerateConfig, ModelConfig, RopeConfig
+from herald_jax.config import DiffusionContract, GenerateConfig, ModelConfig, RopeConfig
 from herald_jax.denoise import EntropyBound, Sequential, StaticLowConfidence, Threshold
 from herald_jax.errors import CheckpointError, ConfigError, ConversionError, GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, GenerateResult, generate, stream
 from herald_jax.loading import Model, load
+from herald_jax.plans import Dense, Mage
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import Stats
 
@@ -22,6 +23,7 @@ __all__ = [
     "GenerateResult",
     "GenerationError",
     "HeraldError",
+    "Mage",
     "Model",
     "ModelConfig",
     "RopeConfig",

@@ -3,7 +3,8 @@
 One loop body is one forward of the whole batch. A row with masks left denoises; a row without commits: the forward it
 takes part in has just written its finished block's K and V, so its block becomes prefix and its next canvas begins.
 Rows never wait for each other, and denoising and committing share one compiled model. The body, `step`, is a plain
-function: calling it in a Python `while` gives the same tokens (tests/herald_jax/test_block_loop.py).
+function: calling it in a Python `while` gives the same tokens (tests/herald_jax/test_block_loop.py). Under MAGE the
+rows begin their blocks together, because one exact forward selects for all of them (`mage_blocks`).
 
 Masks are positions (`known`), never token ids: a mask token typed into a prompt is data.
 """
@@ -12,17 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from herald_jax import sharding
+from herald_jax import mage, select, sharding
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.denoise import Policy, Prediction, Sampling, predict
-from herald_jax.model import Params, Transformer, bind
+from herald_jax.mage import MageAttend, MageKV
+from herald_jax.model import Attend, Params, Transformer, bind
+from herald_jax.plans import Dense, Mage, Plan
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -42,9 +45,10 @@ class Rows:
       done, failed: bool[B]; failed rows met a NaN.
       key: typed PRNG keys [B].
       forwards, commits, blocks: i32[B] counters; batch_forwards: i32.
+      sparse_blocks: i32[B], blocks begun with a budget below their prefix; exact_forwards: i32, forwards that selected.
     """
 
-    cache: DeviceKV
+    cache: DeviceKV | MageKV
     tokens: jax.Array
     prompt_length: jax.Array
     limit: jax.Array
@@ -62,6 +66,11 @@ class Rows:
     commits: jax.Array
     blocks: jax.Array
     batch_forwards: jax.Array
+    sparse_blocks: jax.Array
+    exact_forwards: jax.Array
+
+
+Phase = Literal["dense", "select", "sparse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +81,13 @@ class LoopOptions:
     mesh: Mesh | None = None
     block_cache: bool = False
     implementation: str | None = None
+    plan: Plan = dataclasses.field(default_factory=Dense)
 
 
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("cache",))
 def first_canvas(
     params: Params,
-    cache: DeviceKV,
+    cache: DeviceKV | MageKV,
     last_hidden: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
@@ -110,7 +120,7 @@ def first_canvas(
     off = jnp.zeros((batch,), bool)
     rows = Rows(
         cache, tokens, prompt_length, limit, length, canvas, known, zero, off, prompt_length, off, done, failed, key,
-        zero, zero, zero, jnp.zeros((), jnp.int32),
+        zero, zero, zero, jnp.zeros((), jnp.int32), zero, jnp.zeros((), jnp.int32),
     )  # fmt: skip
     return _placed(_settle(rows, stops, jnp.zeros((batch,), bool)), options.mesh)
 
@@ -157,13 +167,25 @@ def _settle(rows: Rows, stops: jax.Array, was_complete: jax.Array) -> Rows:
 
 
 def step(
-    model: Transformer, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, options: LoopOptions
+    model: Transformer,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    options: LoopOptions,
+    *,
+    phase: Phase = "dense",
+    waiting: jax.Array | None = None,
 ) -> Rows:
-    """One forward of the batch, and what follows from it for every row."""
+    """One forward of the batch, and what follows from it for every row.
+
+    `phase` says what the forward attends to: "dense" everything; under MAGE, "select" everything while choosing, and
+    "sparse" what was chosen. Rows flagged in `waiting` (bool[B]) take no part in it.
+    """
     contract = options.config.diffusion
     batch, block = rows.canvas.shape
     index = jnp.arange(block)[None, :]
-    active = ~rows.done
+    active = ~rows.done if waiting is None else ~rows.done & ~waiting
     complete = jnp.all(rows.known, axis=1)
     committing = active & complete
 
@@ -172,7 +194,12 @@ def step(
     window = jnp.argmax(open_blocks, axis=-1).astype(jnp.int32)  # leftmost small block with a mask
     eligible = ~rows.known & active[:, None] & (index // small == window[:, None])
 
-    prediction, cache = _forward(model, rows, window, active, sampling, options)
+    prediction, cache = _forward(model, rows, window, active, sampling, options, phase)
+    if isinstance(options.plan, Mage) and isinstance(cache, MageKV):
+        if phase == "select":
+            cache = mage.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
+        else:
+            cache = mage.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
     reveal = policy(
         eligible=eligible,
         confidence=prediction.confidence,
@@ -199,13 +226,20 @@ def step(
         forwards=rows.forwards + active,
         commits=rows.commits + committing,
         batch_forwards=rows.batch_forwards + 1,
+        exact_forwards=rows.exact_forwards + (phase == "select"),
     )
     return _settle(rows, stops, complete & ~committing)
 
 
 def _forward(
-    model: Transformer, rows: Rows, window: jax.Array, active: jax.Array, sampling: Sampling, options: LoopOptions
-) -> tuple[Prediction, DeviceKV]:
+    model: Transformer,
+    rows: Rows,
+    window: jax.Array,
+    active: jax.Array,
+    sampling: Sampling,
+    options: LoopOptions,
+    phase: Phase,
+) -> tuple[Prediction, Any]:
     """Predictions `[B, M]` for the canvas and the cache holding its K and V.
 
     With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block,
@@ -219,9 +253,15 @@ def _forward(
     shifted = contract.logit_alignment == "shifted"
     visible = jnp.where(active, rows.length + block, 0)[:, None]
 
-    def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+    def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: Any) -> tuple[Prediction, Any]:
         at = offset[:, None] + jnp.arange(size)[None, :]
-        attend = DenseAttend(rows.length + offset, visible, keep, options.mesh, options.implementation)
+        attend: Attend = DenseAttend(rows.length + offset, visible, keep, options.mesh, options.implementation)
+        if isinstance(options.plan, Mage):
+            queries = select.query_rows(options.plan, ~rows.known & active[:, None])
+            sparse = phase == "sparse" and options.plan.selector != "oracle"
+            attend = MageAttend(
+                rows.length, visible, queries, options.plan, sparse, options.mesh, options.implementation
+            )
         chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
         hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
         target = jnp.where((at == 0) & shifted, block, at)
@@ -243,11 +283,11 @@ def _forward(
     first_masked = ~jnp.take_along_axis(rows.known, (window * small)[:, None], axis=1)[:, 0]
     refresh = active & (~rows.whole_block | first_masked | jnp.all(rows.known, axis=1))
 
-    def whole(cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+    def whole(cache: Any) -> tuple[Prediction, Any]:
         keep = refresh[:, None] | ((jnp.arange(block) // small)[None, :] == window[:, None])
         return run(zero, block, keep, cache)
 
-    def partial(cache: DeviceKV) -> tuple[Prediction, DeviceKV]:
+    def partial(cache: Any) -> tuple[Prediction, Any]:
         part, cache = run(window * small, small, None, cache)
         at = (window * small)[:, None] + jnp.arange(small)[None, :]
         spread = jax.tree.map(
@@ -282,6 +322,32 @@ def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
     return dataclasses.replace(rows, **state)
 
 
+def mage_blocks(
+    model: Transformer, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, options: LoopOptions
+) -> Rows:
+    """One block of every row that is not done: the exact steps, then sparse ones until each row has committed.
+
+    Rows that are ahead wait at the first step of their next block.
+    """
+    plan = options.plan
+    assert isinstance(plan, Mage)
+    sparse = ~rows.done & (select.budget_of(plan, rows.length) < rows.length)
+    rows = dataclasses.replace(rows, sparse_blocks=rows.sparse_blocks + sparse)
+
+    def exact(i: jax.Array, rows: Rows) -> Rows:
+        waiting = (rows.step == 0) & (i > 0)
+        return step(model, rows, policy, sampling, stops, options, phase="select", waiting=waiting)
+
+    def inside(rows: Rows) -> jax.Array:
+        return jnp.any(~rows.done & (rows.step > 0))
+
+    def later(rows: Rows) -> Rows:
+        return step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=rows.step == 0)
+
+    rows = jax.lax.fori_loop(0, plan.select_at_step, exact, rows)
+    return jax.lax.while_loop(inside, later, rows)
+
+
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",))
 def run_blocks(
     params: Params,
@@ -301,11 +367,15 @@ def run_blocks(
     """
     model = bind(options.config, params)
 
-    def body(rows: Rows) -> Rows:
-        return step(model, rows, policy, sampling, stops, options)
+    advance = mage_blocks if isinstance(options.plan, Mage) else step
 
-    def going(rows: Rows) -> Any:
-        return ~jnp.all(rows.done) & ~(pause & jnp.any(rows.fresh))
+    def body(state: tuple[Rows, jax.Array]) -> tuple[Rows, jax.Array]:
+        before = state[0].blocks
+        rows = advance(model, state[0], policy, sampling, stops, options)
+        return rows, pause & jnp.any(rows.blocks > before)
 
-    rows = dataclasses.replace(rows, fresh=jnp.zeros_like(rows.fresh))
-    return _placed(jax.lax.while_loop(going, body, rows), options.mesh)
+    def going(state: tuple[Rows, jax.Array]) -> jax.Array:
+        return ~jnp.all(state[0].done) & ~state[1]
+
+    rows, _ = jax.lax.while_loop(going, body, (rows, jnp.zeros((), bool)))
+    return _placed(rows, options.mesh)

@@ -21,7 +21,7 @@ from herald_jax.config import ModelConfig
 from herald_jax.sharding import one_device
 from pallas_kernels import block_attention
 
-_CACHE = P(None, "data", "model", None, None)
+CACHE_SPEC = P(None, "data", "model", None, None)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -45,7 +45,7 @@ class DeviceKV:
     def empty(cls, config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> DeviceKV:
         """An empty cache for `batch` rows of up to `capacity` tokens."""
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-        place = one_device() if mesh is None else NamedSharding(mesh, _CACHE)
+        place = one_device() if mesh is None else NamedSharding(mesh, CACHE_SPEC)
         zeros = functools.partial(jnp.zeros, shape, jnp.dtype(config.dtype), device=place)
         return cls(zeros(), zeros())
 
@@ -78,8 +78,17 @@ class DenseAttend:
             row = P("data") if self.start.ndim else P()
             keep = None if self.keep is None else P("data", None)
             heads = P("data", None, "model", None)
-            in_specs = (P("data", None, "model", None, None), heads, heads, _CACHE, _CACHE, row, P("data", None), keep)
-            out_specs = (in_specs[0], _CACHE, _CACHE)
+            in_specs = (
+                P("data", None, "model", None, None),
+                heads,
+                heads,
+                CACHE_SPEC,
+                CACHE_SPEC,
+                row,
+                P("data", None),
+                keep,
+            )
+            out_specs = (in_specs[0], CACHE_SPEC, CACHE_SPEC)
             local = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         out, new_k, new_v = local(*args)
         return out, DeviceKV(new_k, new_v)

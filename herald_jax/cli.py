@@ -21,11 +21,12 @@ import numpy as np
 from tqdm import tqdm
 
 from herald_jax import denoise
-from herald_jax.config import DTYPES, Dense, GenerateConfig, Plan
+from herald_jax.config import DTYPES, GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, stream
 from herald_jax.generate import _check as check_request
 from herald_jax.loading import Model, load
+from herald_jax.plans import Dense, Plan
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import Stats
 

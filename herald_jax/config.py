@@ -233,14 +233,6 @@ def _strict(cls: type, values: Any) -> Any:
     return cls(**values)
 
 
-@dataclass(frozen=True)
-class Dense:
-    """The plan without selection: every block attends to the whole prefix, which stays in device memory."""
-
-
-Plan = Dense
-
-
 def _default_policy() -> Any:
     from herald_jax.denoise import Threshold
 
@@ -249,7 +241,8 @@ def _default_policy() -> Any:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """One generation request. Temperature, top-p, thresholds and the seed are traced: changing them never recompiles.
+    """One generation request. Temperature, top-p, thresholds and the seed are traced: other values never recompile,
+    except that greedy, sampled and top-p decoding (temperature 0, above 0, top_p below 1) are three programs.
 
     Attributes:
       max_new_tokens: upper bound of new tokens per row; the last block is denoised whole, then cut.
@@ -297,6 +290,10 @@ class GenerateConfig:
                 f"top_k is {self.top_k!r}, but must be 0 (off) or a positive integer",
             ),
             (0 < self.top_p <= 1, f"top_p is {self.top_p!r}, but must be in (0, 1]"),
+            (
+                isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63,
+                f"seed is {self.seed!r}, but must be an integer of 64 bits",
+            ),
             (
                 isinstance(self.prefill_chunk, int) and self.prefill_chunk > 0,
                 f"prefill_chunk is {self.prefill_chunk!r}, but must be a positive number of tokens",

@@ -48,7 +48,7 @@ class Sampling:
 
     @classmethod
     def of(cls, temperature: float, top_k: int, top_p: float) -> Sampling:
-        greedy = temperature < np.finfo(np.float32).tiny  # 0, or what float32 cannot divide by
+        greedy = bool(temperature < np.finfo(np.float32).tiny)  # 0, or what float32 cannot divide by
         return cls(float(temperature), float(top_p), 0 if greedy else top_k, greedy, not greedy and top_p < 1)
 
 

@@ -19,10 +19,12 @@ from jax.experimental import multihost_utils
 from herald_jax import sharding
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
-from herald_jax.config import Dense, GenerateConfig, ModelConfig, Plan
+from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.denoise import Sampling
 from herald_jax.errors import GenerationError
 from herald_jax.loading import Model
+from herald_jax.mage import MageKV
+from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.prefill import chunk_length, prefill
 from herald_jax.stats import CompileClock, Stats
 from herald_jax.text import StreamDecoder
@@ -83,7 +85,7 @@ def generate(
       model: from `herald_jax.load`.
       prompts: texts (encoded as they are; apply the chat template with `model.tokenizer.chat`) or lists of ids.
       config: see `GenerateConfig`.
-      plan: `Dense()`.
+      plan: `Dense()` or `Mage(...)`.
       keys: typed PRNG keys, one per row; None derives them from `config.seed` and the row's index.
       implementation: of attention: None, "xla" or "mosaic_gpu" (`pallas_kernels.block_attention`).
 
@@ -168,19 +170,20 @@ class _Run:
         stops = contract.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
         self._stops = np.array((-1,) if config.ignore_stop or not stops else stops, np.int32)
         self._sampling = Sampling.of(config.temperature, config.top_k, config.top_p)
-        self._options = LoopOptions(model.config, model.mesh, config.block_cache, implementation)
+        self._options = LoopOptions(model.config, model.mesh, config.block_cache, implementation, plan)
 
         started = time.perf_counter()
         place = self._place
         cache = DeviceKV.empty(model.config, batch, capacity, model.mesh)
-        self.kv_bytes = cache.nbytes
         cache, last_hidden = prefill(
             model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
             implementation=implementation,
         )  # fmt: skip
+        kv = cache if isinstance(plan, Dense) else MageKV.around(cache, plan, model.config, end - block, model.mesh)
+        self.kv_bytes = kv.nbytes
         self._rows: Rows = first_canvas(
             model.params,
-            cache,
+            kv,
             last_hidden,
             place(tokens),
             place(whole),
@@ -217,6 +220,8 @@ class _Run:
                 "commits": rows.commits,
                 "blocks": rows.blocks,
                 "batch_forwards": rows.batch_forwards,
+                "sparse_blocks": rows.sparse_blocks,
+                "exact_forwards": rows.exact_forwards,
             }
         )
 
@@ -282,6 +287,8 @@ class _Run:
             denoise_steps=forwards - commits,
             commits=commits,
             blocks=int(host["blocks"].sum()),
+            sparse_blocks=int(host["sparse_blocks"].sum()),
+            exact_forwards=int(host["exact_forwards"]),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             compile_seconds=self._clock.seconds,
@@ -310,8 +317,21 @@ def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 def _check(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
     contract = config.diffusion
-    if not isinstance(plan, Dense):
-        raise GenerationError(f"plan is {plan!r}, but must be Dense()")
+    if not isinstance(plan, (Dense, Mage)):
+        raise GenerationError(f"plan is {plan!r}, but must be Dense() or Mage(...)")
+    if isinstance(plan, Mage):
+        if request.block_cache:
+            raise GenerationError("block_cache goes with the dense plan only, not with Mage")
+        if plan.dense_layers >= config.num_layers:
+            raise GenerationError(
+                f"dense_layers is {plan.dense_layers}, but the model has {config.num_layers} layers; leave some sparse"
+            )
+        for layer in plan.reselect_layers or ():
+            if not plan.dense_layers <= layer < config.num_layers:
+                raise GenerationError(
+                    f"reselect_layers names layer {layer}, but the sparse layers are {plan.dense_layers} to "
+                    f"{config.num_layers - 1}"
+                )
     if request.block_cache and contract.small_block_length == contract.block_length:
         raise GenerationError(f"block_cache needs sub-blocks, but family {config.family!r} has none")
     if request.top_k > config.vocab_size:

@@ -19,6 +19,8 @@ class Stats:
       forwards: forwards summed over the rows that were still writing: denoising steps and commits.
       denoise_steps, commits: what `forwards` consists of.
       blocks: finished blocks, summed over rows.
+      sparse_blocks: blocks whose budget was below their prefix, summed over rows (0 under the dense plan).
+      exact_forwards: batch forwards that attended to everything in order to select (0 under the dense plan).
       prefill_seconds, decode_seconds: wall time, compilation excluded.
       compile_seconds: spent compiling during the call.
       kv_bytes: allocated KV cache, all devices together.
@@ -32,6 +34,8 @@ class Stats:
     denoise_steps: int
     commits: int
     blocks: int
+    sparse_blocks: int
+    exact_forwards: int
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
@@ -55,7 +59,7 @@ class Stats:
     def lines(self) -> list[str]:
         """The report that `--stats` prints."""
         rate = self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else float("nan")
-        return [
+        report = [
             f"rows                {self.rows}",
             f"prompt tokens       {self.prompt_tokens}",
             f"new tokens          {self.new_tokens}",
@@ -68,6 +72,11 @@ class Stats:
             f"compilation         {self.compile_seconds:.3f} s",
             f"KV cache            {self.kv_bytes / 2**20:.1f} MiB",
         ]
+        if self.exact_forwards:
+            report.append(
+                f"sparse blocks       {self.sparse_blocks} of {self.blocks} ({self.exact_forwards} exact forwards)"
+            )
+        return report
 
 
 class CompileClock:

@@ -1,0 +1,286 @@
+"""The MAGE plan's attention: exact over the whole prefix while selecting, over a small pool afterwards.
+
+`MageKV` is the dense cache plus a pool: for every layer, row and KV head the selected entries lie next to each other,
+`[L, B, K, S, D]`, and the block's own K and V are written right behind them, so that a sparse step is the same kernel
+call as a dense one, over a shorter cache. Which entries are selected is `select.py`; when, is `block_loop.mage_blocks`.
+
+Under a mesh each device selects and gathers for its own KV heads; nothing crosses devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from herald_jax import select
+from herald_jax.cache import CACHE_SPEC, DeviceKV, write
+from herald_jax.config import ModelConfig
+from herald_jax.plans import Mage
+from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
+
+_HEADS = P("data", "model", None)
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class MageKV:
+    """The whole cache, the pool selected from it, and what a selection in progress needs.
+
+    Attributes:
+      full: every committed entry, `[L, B, K, N, D]`.
+      pool: selected entries, then the block's, `[L, B, K, S, D]`. Layers that stay dense have a pool they do not use.
+      counts: i32[L, B], selected entries.
+      indices: i32[B, K, P], the last layer's selection ("tidal" hands it on).
+      votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
+    """
+
+    full: DeviceKV
+    pool: DeviceKV
+    counts: jax.Array
+    indices: jax.Array
+    votes: jax.Array | None
+    need: jax.Array | None
+
+    @classmethod
+    def around(cls, full: DeviceKV, plan: Mage, config: ModelConfig, longest: int, mesh: Mesh | None) -> MageKV:
+        """Add an empty pool to a prefilled cache whose rows grow to at most `longest` tokens."""
+        layers, batch, heads, slots, _ = full.k.shape
+        capacity = select.selected_capacity(plan, longest)
+        pool = DeviceKV.empty(config, batch, capacity + config.diffusion.block_length, mesh)
+        votes = need = None
+        if plan.allocate == "layer_adaptive":
+            votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
+            need = jnp.zeros((layers, batch, heads), jnp.float32)
+        counts = jnp.zeros((layers, batch), jnp.int32)
+        return cls(full, pool, counts, jnp.full((batch, heads, capacity), -1, jnp.int32), votes, need)
+
+    @property
+    def nbytes(self) -> int:
+        return self.full.nbytes + self.pool.nbytes
+
+
+def _specs(kv: MageKV) -> MageKV:
+    both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
+    votes = None if kv.votes is None else P(None, "data", "model", None)
+    need = None if kv.need is None else P(None, "data", "model")
+    return MageKV(both, both, P(None, "data"), _HEADS, votes, need)  # type: ignore[arg-type]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["prefix", "visible", "rows"],
+    meta_fields=["plan", "sparse", "mesh", "implementation"],
+)
+@dataclasses.dataclass(frozen=True)
+class MageAttend:
+    """`attend` of one forward under MAGE.
+
+    Attributes:
+      prefix: i32[B], committed tokens; the block is written at this slot.
+      visible: i32[B, 1], prefix plus block, or 0 for rows that take no part.
+      rows: the queries that select, from `select.query_rows`.
+      plan: what to select.
+      sparse: False for the selecting forward (exact attention; fills the pool), True for the later ones.
+    """
+
+    prefix: jax.Array
+    visible: jax.Array
+    rows: jax.Array
+    plan: Mage
+    sparse: bool
+    mesh: Mesh | None = None
+    implementation: Any = None
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+        """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
+
+        def local(q: Any, k: Any, v: Any, cache: MageKV, prefix: Any, visible: Any, rows: Any) -> Any:
+            here = dataclasses.replace(self, prefix=prefix, visible=visible, rows=rows)
+            return here._local(layer, q, k, v, cache)
+
+        args = (q, k, v, cache, self.prefix, self.visible, self.rows)
+        if self.mesh is None:
+            return local(*args)
+        heads = P("data", None, "model", None)
+        queries = P("data", None, "model", None, None)
+        rows = P("data", *(None,) * (self.rows.ndim - 1))
+        in_specs = (queries, heads, heads, _specs(cache), P("data"), P("data", None), rows)
+        out_specs = (queries, _specs(cache))
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+    def _local(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+        b, t, kv_heads, group, d = q.shape
+        folded = q.reshape(b, t, kv_heads * group, d)
+        dense = layer < self.plan.dense_layers
+        if not self.sparse or dense:
+            full = DeviceKV(write(cache.full.k, layer, k, self.prefix), write(cache.full.v, layer, v, self.prefix))
+            cache = dataclasses.replace(cache, full=full)
+        if self.sparse:
+            # In dense layers too: `commit` takes the block's K and V of every layer from the pool.
+            start = cache.counts[layer]
+            pool = DeviceKV(write(cache.pool.k, layer, k, start), write(cache.pool.v, layer, v, start))
+            cache = dataclasses.replace(cache, pool=pool)
+        elif not dense:
+            out, cache = self._select(layer, folded, cache)
+            return out.reshape(q.shape), cache
+        if self.sparse and not dense:
+            seen = jnp.where(self.visible > 0, cache.counts[layer][:, None] + t, 0)
+            out = self._attention(folded, cache.pool, seen, layer).out
+        else:
+            out = self._attention(folded, cache.full, self.visible, layer).out
+        return out.reshape(q.shape), cache
+
+    def _attention(self, q: jax.Array, kv: DeviceKV, visible: jax.Array, layer: int, **importance: Any) -> Any:
+        return block_attention(q, kv.k, kv.v, visible, layer=layer, implementation=self.implementation, **importance)
+
+    def _select(self, layer: int, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+        """Exact attention of one sparse layer, and its selection: into the pool, or into votes when layers share."""
+        plan, prefix = self.plan, self.prefix
+        full, t = cache.full, q.shape[1]
+        kv_heads, slots = full.k.shape[2:4]
+        capacity = cache.indices.shape[-1]
+        if plan.allocate == "layer_adaptive":
+            out = self._attention(q, full, self.visible, layer).out
+            assert cache.votes is not None  # `around` made them
+            assert cache.need is not None
+            rows = select.chosen(self.rows, t)
+            per_query = select.selected_capacity(dataclasses.replace(plan, allocate="uniform"), slots)
+            votes, need = select.votes_and_need(
+                plan, q, full.k[layer], rows, self.visible[:, 0], prefix, min(per_query, slots)
+            )
+            cache = dataclasses.replace(
+                cache, votes=cache.votes.at[layer].set(votes), need=cache.need.at[layer].set(need)
+            )
+            return out, cache
+
+        attends = plan.selector in ("mage", "oracle") or (plan.selector == "tidal" and self._reselects(layer))
+        if attends:
+            prefix_only = plan.normalise == "prefix"
+            result = self._attention(
+                q,
+                full,
+                self.visible,
+                layer,
+                importance=Importance(plan.reduce, "prefix" if prefix_only else "visible"),
+                importance_rows=self.rows,
+                prefix_lengths=prefix if prefix_only else None,
+            )
+            out, score = result.out, result.importance
+        else:
+            out, score = self._attention(q, full, self.visible, layer).out, None
+            if plan.selector == "quest":
+                score = select.page_bounds(plan, q, full.k[layer], select.chosen(self.rows, t), prefix)
+            elif plan.selector == "random":
+                first = 0 if self.mesh is None else jax.lax.axis_index("model") * kv_heads
+                score = select.random_score(layer, prefix, first, kv_heads, slots)
+            elif plan.selector == "recent":
+                score = select.recent_score(prefix, kv_heads, slots)
+        counts = select.budget_of(plan, prefix)
+        indices = cache.indices
+        if score is not None:
+            indices = select.pick(plan, score, counts, prefix, capacity, self.implementation)
+        pool = gather_rows(
+            full.k, full.v, indices, cache.pool.k, cache.pool.v, layer=layer, implementation=self.implementation
+        )
+        cache = dataclasses.replace(
+            cache, pool=DeviceKV(*pool), counts=cache.counts.at[layer].set(counts), indices=indices
+        )
+        if plan.selector == "oracle":
+            # Its own attention is already the sparse one: the selection is made anew from every step's queries.
+            sparse = dataclasses.replace(self, sparse=True)
+            return sparse._over_pool(layer, q, cache)
+        return out, cache
+
+    def _over_pool(self, layer: int, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+        """Attention of `q` over the pool after copying the block's entries behind the selected ones."""
+        t = q.shape[1]
+
+        def block(x: jax.Array) -> jax.Array:  # the block as it lies in the whole cache, [B, T, K, D]
+            one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=t, axis=1)
+            return jnp.swapaxes(jax.vmap(one)(x[layer], self.prefix), 1, 2)
+
+        start = cache.counts[layer]
+        pool = DeviceKV(
+            write(cache.pool.k, layer, block(cache.full.k), start),
+            write(cache.pool.v, layer, block(cache.full.v), start),
+        )
+        seen = jnp.where(self.visible > 0, start[:, None] + t, 0)
+        return self._attention(q, pool, seen, layer).out, dataclasses.replace(cache, pool=pool)
+
+    def _reselects(self, layer: int) -> bool:
+        layers = self.plan.reselect_layers
+        return layer == self.plan.dense_layers or (layers is not None and layer in layers)
+
+
+def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
+    """After the last layer of a selecting forward: share a layer-adaptive budget out and fill the pool.
+
+    With a uniform budget every layer has filled its own part already, and nothing is left to do.
+    """
+    if plan.allocate != "layer_adaptive":
+        return cache
+    assert cache.need is not None  # `MageKV.around` made it
+    capacity = cache.indices.shape[-1]
+    first = plan.dense_layers
+    budgets = select.layer_budgets(plan, jnp.max(cache.need[first:], axis=-1), prefix, capacity)
+    counts = cache.counts.at[first:].set(budgets)
+
+    def local(cache: MageKV, counts: jax.Array, prefix: jax.Array) -> MageKV:
+        votes = cache.votes
+        assert votes is not None
+
+        # Layer by layer: the scores of all of them would be as large as the votes once more.
+        def fill(layer: jax.Array, pool: DeviceKV) -> DeviceKV:
+            indices = select.pick(
+                plan, select.vote_score(votes[layer]), counts[layer], prefix, capacity, implementation
+            )
+            return DeviceKV(
+                *gather_rows(
+                    cache.full.k, cache.full.v, indices, pool.k, pool.v, layer=layer, implementation=implementation
+                )
+            )
+
+        pool = jax.lax.fori_loop(first, counts.shape[0], fill, cache.pool)
+        return dataclasses.replace(cache, pool=pool, counts=counts)
+
+    if mesh is None:
+        return local(cache, counts, prefix)
+    in_specs = (_specs(cache), P(None, "data"), P("data"))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=_specs(cache), check_vma=False)(
+        cache, counts, prefix
+    )
+
+
+def commit(
+    cache: MageKV, prefix: jax.Array, committing: jax.Array, block: int, mesh: Mesh | None, implementation: Any
+) -> MageKV:
+    """After a sparse forward: the block's K and V of `committing` rows (bool[B]) from the pool into the whole cache."""
+
+    def local(cache: MageKV, prefix: jax.Array, committing: jax.Array) -> MageKV:
+        def behind_selected(x: jax.Array) -> jax.Array:  # [L, B, K, S, D] -> [L, B, K, M, D]
+            one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=1)
+            return jax.vmap(jax.vmap(one))(x, cache.counts)
+
+        written = scatter_rows(
+            behind_selected(cache.pool.k),
+            behind_selected(cache.pool.v),
+            prefix,
+            cache.full.k,
+            cache.full.v,
+            mask=committing,
+            implementation=implementation,
+        )
+        return dataclasses.replace(cache, full=DeviceKV(*written))
+
+    if mesh is None:
+        return local(cache, prefix, committing)
+    specs = (_specs(cache), P("data"), P("data"))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        cache, prefix, committing
+    )

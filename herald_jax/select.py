@@ -1,0 +1,191 @@
+"""Selection: from what the queries of a block look at, to the prefix entries its later steps may attend to.
+
+Each layer turns its queries and keys into one score per prefix entry and KV head; `pallas_kernels.select_topk` turns
+scores into indices. What differs between MAGE and the baselines it is compared with is the score alone.
+
+Shape letters: B batch, M block length, H query heads, K KV heads, G = H // K, D head dim, N cache slots, L layers,
+P selected entries.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from herald_jax.plans import Mage
+from pallas_kernels import select_topk
+
+# Scores of entries that are chosen whatever their attention says. Finite: infinities would tie with overflow.
+_ALWAYS = 1e30
+_POOL_GRAIN = 64
+
+
+def budget_of(plan: Mage, prefix: jax.Array) -> jax.Array:
+    """Entries per layer and KV head for rows with `prefix` i32[B] committed tokens: `plan.entries`, traced."""
+    if isinstance(plan.budget, int):
+        wanted = jnp.full_like(prefix, plan.budget)
+    else:
+        wanted = jnp.ceil(plan.budget * prefix.astype(jnp.float32) - 1e-3).astype(jnp.int32)
+    return jnp.minimum(prefix, jnp.maximum(wanted, max(plan.min_budget, plan.sinks + plan.recent)))
+
+
+def selected_capacity(plan: Mage, longest: int) -> int:
+    """P: pool slots for selected entries when no prefix exceeds `longest`."""
+    wanted = plan.entries(longest)
+    if plan.allocate == "layer_adaptive":
+        wanted = min(longest, int(wanted * plan.layer_spread))
+    return -(-max(wanted, 1) // _POOL_GRAIN) * _POOL_GRAIN
+
+
+def query_rows(plan: Mage, masked: jax.Array) -> jax.Array:
+    """Which queries of the block count: bool[B, M] for "all", else the index i32[B] of the single one.
+
+    `masked` bool[B, M] are the positions still to be written; only a mask's query says what a mask will look for.
+    """
+    length = masked.shape[1]
+    index = jnp.arange(length)[None, :]
+    if plan.query == "all":
+        return masked
+    if plan.query == "first":
+        cost = index
+    elif plan.query == "last":
+        cost = length - index
+    else:
+        cost = jnp.abs(2 * index - (length - 1))
+    return jnp.argmin(jnp.where(masked, cost, 4 * length), axis=1).astype(jnp.int32)
+
+
+def chosen(rows: jax.Array, length: int) -> jax.Array:
+    """`query_rows` as a mask bool[B, M]."""
+    return rows if rows.dtype == jnp.bool_ else jnp.arange(length)[None, :] == rows[:, None]
+
+
+def with_residents(plan: Mage, score: jax.Array, prefix: jax.Array) -> jax.Array:
+    """`score` f32[..., B, K, N] with sinks and the most recent entries of each row's prefix raised above all others."""
+    if plan.sinks + plan.recent == 0:
+        return score
+    index = jnp.arange(score.shape[-1])[None, :]
+    always = (index < plan.sinks) | (index >= prefix[:, None] - plan.recent)
+    always = always.reshape((1,) * (score.ndim - 3) + (always.shape[0], 1, always.shape[1]))
+    return jnp.where(always, _ALWAYS, score)
+
+
+def pick(
+    plan: Mage, score: jax.Array, counts: jax.Array, prefix: jax.Array, capacity: int, implementation: str | None
+) -> jax.Array:
+    """Indices i32[..., B, K, P], ascending, of the `counts` i32[..., B] best entries below `prefix` i32[B]."""
+    score = with_residents(plan, score, prefix)
+    leading = score.shape[:-1]
+    wanted = jnp.broadcast_to(counts[..., None], leading)
+    within = jnp.broadcast_to(prefix.reshape((1,) * (len(leading) - 2) + (-1, 1)), leading)
+    return select_topk(score, wanted, capacity, lengths=within, implementation=implementation)
+
+
+def page_bounds(plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, prefix: jax.Array) -> jax.Array:
+    """Quest's score f32[B, K, N]: for each page, the largest dot product any key inside the page's bounds could have.
+
+    q `[B, M, H, D]`, k `[B, K, N, D]`, rows bool[B, M]. Source: arXiv 2406.10774, section 3.3; over several queries the
+    bounds are reduced as the plan says.
+    """
+    b, m, h, d = q.shape
+    kv_heads, n = k.shape[1:3]
+    size = plan.page_size
+    pages = -(-n // size)
+    k32 = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, 0), (0, pages * size - n), (0, 0)))
+    inside = (jnp.arange(pages * size)[None, :] < prefix[:, None])[:, None, :, None]
+    paged = (b, kv_heads, pages, size, d)
+    low = jnp.min(jnp.where(inside, k32, jnp.inf).reshape(paged), axis=3)
+    high = jnp.max(jnp.where(inside, k32, -jnp.inf).reshape(paged), axis=3)
+    empty = ~jnp.any(inside.reshape(b, 1, pages, size), axis=-1)[..., None]
+    low, high = jnp.where(empty, 0.0, low), jnp.where(empty, 0.0, high)
+    q32 = q.astype(jnp.float32).reshape(b, m, kv_heads, h // kv_heads, d)
+    # max(q * low, q * high) summed over D is relu(q) . high - relu(-q) . low
+    bound = jnp.einsum("bmkgd,bkpd->bkmgp", jax.nn.relu(q32), high, precision="highest")
+    bound -= jnp.einsum("bmkgd,bkpd->bkmgp", jax.nn.relu(-q32), low, precision="highest")
+    counted = rows[:, None, :, None, None]
+    if plan.reduce == "max":
+        score = jnp.max(jnp.where(counted, bound, jnp.finfo(jnp.float32).min), axis=(2, 3))
+    else:
+        score = jnp.sum(jnp.where(counted, bound, 0.0), axis=(2, 3))
+    return jnp.repeat(score, size, axis=-1)[..., :n]
+
+
+def random_score(layer: int, prefix: jax.Array, first_head: jax.Array | int, heads: int, slots: int) -> jax.Array:
+    """Uniform noise f32[B, heads, slots], fixed by layer, head and the row's prefix length: another set every block."""
+    key = jax.random.fold_in(jax.random.key(0), layer)
+
+    def of(length: jax.Array, head: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, length), head), (slots,))
+
+    return jax.vmap(jax.vmap(of, (None, 0)), (0, None))(prefix, first_head + jnp.arange(heads))
+
+
+def recent_score(prefix: jax.Array, heads: int, slots: int) -> jax.Array:
+    """f32[B, heads, slots] that ranks entries by position: a sliding window."""
+    return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (prefix.shape[0], heads, slots))
+
+
+def votes_and_need(
+    plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, visible: jax.Array, prefix: jax.Array, capacity: int
+) -> tuple[jax.Array, jax.Array]:
+    """MAGE v1 for one layer: how many queries want each entry, and how much the layer needs.
+
+    Every chosen query (and query head) takes its own top K of the prefix, K the row's budget. U_h is the union over the
+    queries of KV head h; the head's coverage p_h is the attention that falls into U_h, averaged over its queries; the
+    layer's need is max over h of |U_h| (1 - log p_h). (arXiv 2602.14209v1, adaptive budget allocation.)
+
+    Args:
+      q: `[B, M, H, D]`; k: `[B, K, N, D]`, the block's own keys included; rows: bool[B, M].
+      visible: i32[B], entries a query sees; prefix: i32[B]; capacity: static bound on K.
+
+    Returns:
+      votes i32[B, K, N] and need f32[B, K], the latter per KV head.
+    """
+    b, m, h, d = q.shape
+    kv_heads, n = k.shape[1:3]
+    group = h // kv_heads
+    folded = jnp.moveaxis(q.reshape(b, m, kv_heads, group, d), 2, 0).reshape(kv_heads, b, m * group, d)
+    counted = jnp.repeat(rows, group, axis=1)
+    index = jnp.arange(n)[None, None, :]
+    inside = index < prefix[:, None, None]
+    seen = inside if plan.normalise == "prefix" else index < visible[:, None, None]
+    budget = jnp.broadcast_to(budget_of(plan, prefix)[:, None], (b, m * group))
+    within = jnp.broadcast_to(prefix[:, None], (b, m * group))
+    precision = "highest" if q.dtype == jnp.float32 else None
+
+    def head(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, k = args  # one KV head at a time: its weights are [B, M * G, N] float32
+        scores = jnp.einsum("brd,bnd->brn", q, k, preferred_element_type=jnp.float32, precision=precision)
+        scores = jnp.where(seen, scores / d**0.5, jnp.finfo(jnp.float32).min)
+        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0)
+        top = select_topk(weights, budget, capacity, lengths=within)
+        top = jnp.where((top >= 0) & counted[..., None], top, n)
+        votes = jnp.zeros((b, n), jnp.int32).at[jnp.arange(b)[:, None, None], top].add(1, mode="drop")
+        union = votes > 0
+        share = jnp.sum(jnp.where(union[:, None, :] & counted[..., None], weights, 0.0), axis=(1, 2))
+        coverage = share / jnp.maximum(jnp.sum(counted, axis=1), 1)
+        size = jnp.sum(union, axis=1).astype(jnp.float32)
+        return votes, size * (1.0 - jnp.log(jnp.maximum(coverage, jnp.finfo(jnp.float32).tiny)))
+
+    votes, need = jax.lax.map(head, (folded, jnp.moveaxis(k, 1, 0)))
+    return jnp.moveaxis(votes, 0, 1), jnp.moveaxis(need, 0, 1)
+
+
+def layer_budgets(plan: Mage, need: jax.Array, prefix: jax.Array, capacity: int) -> jax.Array:
+    """MAGE v1's entries per layer i32[L, B] from each sparse layer's need f32[L, B].
+
+    K_l = max(K_min, floor(need_l / sum(need) * K * L)) with K the row's uniform budget and K_min `plan.min_budget`,
+    then at most the prefix and the pool's static `capacity` (ours).
+    """
+    total = jnp.maximum(jnp.sum(need, axis=0, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    layers = need.shape[0]
+    mean = budget_of(plan, prefix)[None, :].astype(jnp.float32)
+    wanted = jnp.floor(need / total * mean * layers).astype(jnp.int32)
+    return jnp.minimum(jnp.maximum(wanted, plan.min_budget), jnp.minimum(prefix, capacity)[None, :])
+
+
+def vote_score(votes: jax.Array) -> jax.Array:
+    """f32 score of `votes` i32[..., N]: most votes first; entries nobody voted for follow, the most recent first."""
+    slots = votes.shape[-1]
+    recency = (jnp.arange(slots, dtype=jnp.float32) / slots).reshape((1,) * (votes.ndim - 1) + (slots,))
+    return jnp.where(votes > 0, votes.astype(jnp.float32), recency)
