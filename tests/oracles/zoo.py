@@ -1,6 +1,6 @@
 """The tiny random checkpoints: their shapes, their weights, and the Hugging Face directories they are landed as.
 
-Small enough to be committed (float32, 2-3 layers), and made so that decoding with them is not degenerate: embeddings of
+Small enough to be committed (float32, two layers), and made so that decoding with them is not degenerate: embeddings of
 unit variance, attention sharp enough to tell positions apart, layers that outweigh the input in the residual stream,
 and a final norm that spreads the top probability over most of (0, 1). Without that a random model repeats one token
 with probability near 1/V and no policy has anything to decide.
@@ -93,7 +93,7 @@ ZOO: dict[str, Spec] = {
     "qwen3-tied": Spec("qwen3", "qwen3", 64, 6, 3, 16, tied=True, theta=1e6, seed=6),  # G = 2, 6 * 16 != 64
     "qwen3-untied": Spec("qwen3", "qwen3", 64, 7, 1, 16, theta=1e6, seed=7),  # G = 7, multi-query, 7 * 16 != 64
     # block diffusion
-    "sdar": Spec("sdar", "qwen3", 64, 6, 2, 16, layers=3, theta=1e6, block_length=4, seed=8),
+    "sdar": Spec("sdar", "qwen3", 64, 6, 2, 16, theta=1e6, block_length=4, seed=8),
     "sdar-tied": Spec("sdar", "qwen3", 64, 4, 2, 32, tied=True, theta=1e6, block_length=4, seed=9),
     "fast-dllm-v2": Spec(
         "fast_dllm_v2",
@@ -102,7 +102,6 @@ ZOO: dict[str, Spec] = {
         6,
         2,
         16,
-        layers=3,
         tied=True,
         theta=1e6,
         block_length=32,
