@@ -122,11 +122,11 @@ def predict(
 def schedule(step: jax.Array, block_length: int, steps: int | None) -> jax.Array:
     """How many positions step `step` (i32[B]) must reveal: block_length over `steps`, the first ones taking the rest.
 
-    None means one per step. Past the last scheduled step (sub-blocks can need more) the largest share goes on.
+    None means one per step. Past the last scheduled step (sub-blocks can need more) the smaller share goes on.
     """
     steps = block_length if steps is None else min(steps, block_length)
     base, extra = divmod(block_length, steps)
-    return jnp.where((step < extra) | (step >= steps), base + (extra > 0), base)
+    return jnp.where(step < extra, base + 1, base)
 
 
 def _ranks(order: jax.Array, eligible: jax.Array) -> jax.Array:
