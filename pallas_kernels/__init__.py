@@ -1,7 +1,7 @@
 """GPU kernels for block-diffusion decoding, each with a plain XLA form. Knows nothing of models."""
 
 from pallas_kernels.block_attention import AttentionOutput, Importance, block_attention
-from pallas_kernels.gather_rows import gather_rows, scatter_rows
+from pallas_kernels.gather_rows import gather_rows, scatter_rows, write_block
 from pallas_kernels.reference import merge_by_lse
 from pallas_kernels.topk import select_topk
 
@@ -13,4 +13,5 @@ __all__ = [
     "merge_by_lse",
     "scatter_rows",
     "select_topk",
+    "write_block",
 ]

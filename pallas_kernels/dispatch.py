@@ -89,7 +89,9 @@ def gather_rows_missing(k: Any) -> str | None:
 def scatter_rows_missing(k: Any, *, in_host_memory: bool) -> str | None:
     """Why `scatter_rows` has no Mosaic GPU kernel for caches like `k`, or None if it has."""
     if in_host_memory:
-        return "scatter_rows on mosaic_gpu writes device memory only; XLA's form writes a host cache in place"
+        return (
+            "scatter_rows on mosaic_gpu writes device memory only: XLA's form and write_block do host caches in place"
+        )
     return gather_rows_missing(k)
 
 

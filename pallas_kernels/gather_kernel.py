@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import host_memory
 
-__all__ = ["CHUNK_BYTES", "DEVICE", "HOST", "GatherConfig", "gather_rows", "scatter_rows"]
+__all__ = ["CHUNK_BYTES", "DEVICE", "HOST", "GatherConfig", "gather_rows", "scatter_into_donated_rows", "scatter_rows"]
 
 CHUNK_BYTES = 16  # the widest access of a thread; a row must be a whole number of these
 _WORDS = CHUNK_BYTES // 4
@@ -146,6 +146,23 @@ def scatter_rows(
         config=config,
         launch=launch,
     )
+
+
+def scatter_into_donated_rows(
+    k_block: jax.Array,
+    v_block: jax.Array,
+    positions: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    mask: jax.Array | None = None,
+    layer: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`scatter_rows` into caches that are donated arguments of the program, in whatever memory they are."""
+    if not host_memory.is_host(k_cache):
+        return scatter_rows(k_block, v_block, positions, k_cache, v_cache, mask, layer)
+    device_k, device_v = host_memory.read_in_place(k_cache), host_memory.read_in_place(v_cache)
+    device_k, device_v = scatter_rows(k_block, v_block, positions, device_k, device_v, mask, layer)
+    return host_memory.still_in_host_memory(device_k), host_memory.still_in_host_memory(device_v)
 
 
 def _kernel(

@@ -3,7 +3,8 @@
 ``gather_rows`` fills the pool that a block's denoising steps attend to: for every layer, batch row and KV head it
 copies the selected K and V rows next to each other. The source may be in ``pinned_host`` memory, where it is read in
 place, so that only the selected rows cross PCIe. ``scatter_rows`` is the way back: the finished block's K and V are
-written behind the prefix. Both update their destination in place when the caller donates it.
+written behind the prefix. Both update their destination in place when the caller donates it. ``write_block`` is
+``scatter_rows`` as a program of its own, which can do that to a cache in host memory with a kernel too.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 from pallas_kernels import dispatch, gather_kernel, host_memory, reference_rows
 from pallas_kernels.gather_kernel import GatherConfig
 
-__all__ = ["GatherConfig", "gather_rows", "scatter_rows"]
+__all__ = ["GatherConfig", "gather_rows", "scatter_rows", "write_block"]
 
 
 def _check_cache(what: str, k: jax.Array, v: jax.Array) -> None:
@@ -130,10 +131,55 @@ def scatter_rows(
         ValueError: shapes, dtypes or memory spaces that do not fit together.
         NotImplementedError: ``implementation="mosaic_gpu"`` where that kernel cannot run; the message says why.
     """
+    layer = _check_scatter(k_block, v_block, positions, k_cache, v_cache, mask, layer)
+    chosen = dispatch.select(
+        implementation, lambda: dispatch.scatter_rows_missing(k_cache, in_host_memory=host_memory.is_host(k_cache))
+    )
+    return _scatter(k_block, v_block, positions, k_cache, v_cache, mask, layer, chosen=chosen)
+
+
+def write_block(
+    k_block: jax.Array,
+    v_block: jax.Array,
+    positions: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    layer: jax.typing.ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`scatter_rows` as a program of its own, which takes the caches over: use only what it returns.
+
+    Not for traced code. Because this program donates the caches itself, a kernel may change them in place wherever they
+    are; ``"mosaic_gpu"`` and None use it for caches in ``pinned_host`` memory too, which XLA's form updates several
+    times slower (one strided update per batch row and cache).
+
+    Raises:
+        ValueError: as :func:`scatter_rows`; also when called under ``jit``, or while another view of a cache (a NumPy
+            or CPU one) is alive, since such a cache cannot be donated.
+        NotImplementedError: as :func:`scatter_rows`, except that host memory is supported.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (k_block, v_block, positions, k_cache, v_cache, mask, layer)):
+        raise ValueError("write_block donates its caches, which only a call outside jit can: use scatter_rows inside")
+    layer = _check_scatter(k_block, v_block, positions, k_cache, v_cache, mask, layer)
+    chosen = dispatch.select(implementation, lambda: dispatch.gather_rows_missing(k_cache))
+    return _write_block(k_block, v_block, positions, k_cache, v_cache, mask, layer, chosen=chosen)
+
+
+def _check_scatter(
+    k_block: jax.Array,
+    v_block: jax.Array,
+    positions: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    mask: jax.Array | None,
+    layer: jax.typing.ArrayLike | None,
+) -> jax.Array | None:
     _check_cache("cache", k_cache, v_cache)
-    layer = _check_layer(layer, k_cache.shape[0])
+    index = _check_layer(layer, k_cache.shape[0])
     expected = (*k_cache.shape[:3], k_block.shape[-2] if k_block.ndim >= 2 else 0, k_cache.shape[-1])
-    expected = expected if layer is None else expected[1:]
+    expected = expected if index is None else expected[1:]
     for name, block in (("k_block", k_block), ("v_block", v_block)):
         if block.shape != expected or block.dtype != k_cache.dtype or host_memory.is_host(block):
             raise ValueError(
@@ -144,10 +190,7 @@ def scatter_rows(
         raise ValueError(f"positions must be i32{list(batch)}, got {positions.dtype}{list(positions.shape)}")
     if mask is not None and (mask.shape != batch or mask.dtype != jnp.bool_):
         raise ValueError(f"mask must be bool{list(batch)}, got {mask.dtype}{list(mask.shape)}")
-    chosen = dispatch.select(
-        implementation, lambda: dispatch.scatter_rows_missing(k_cache, in_host_memory=host_memory.is_host(k_cache))
-    )
-    return _scatter(k_block, v_block, positions, k_cache, v_cache, mask, layer, chosen=chosen)
+    return index
 
 
 # Compiled on their own where they are called outside `jit` too: host memory is readable in place only inside a program.
@@ -160,3 +203,19 @@ def _gather(*args: jax.Array | None, chosen: str, config: GatherConfig | None) -
 @partial(jax.jit, static_argnames="chosen")
 def _scatter(*args: jax.Array | None, chosen: str) -> tuple[jax.Array, jax.Array]:
     return dispatch.run(chosen, gather_kernel.scatter_rows, reference_rows.scatter_rows, *args)
+
+
+@partial(jax.jit, static_argnames="chosen", donate_argnums=(3, 4))
+def _write_block(
+    k_block: jax.Array,
+    v_block: jax.Array,
+    positions: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    mask: jax.Array | None,
+    layer: jax.Array | None,
+    *,
+    chosen: str,
+) -> tuple[jax.Array, jax.Array]:
+    args = (k_block, v_block, positions, k_cache, v_cache, mask, layer)
+    return dispatch.run(chosen, gather_kernel.scatter_into_donated_rows, reference_rows.scatter_rows, *args)

@@ -12,6 +12,13 @@ The last one is a trick, and this is the only module that knows it. Mosaic GPU r
 changes the type and nothing else: it lowers to its own operand, so the compiled program feeds the host buffer
 straight to the custom call (the ``S(5)`` is still visible there) and no byte is copied. It is sound for operands that a
 kernel only *reads*: XLA believes the value to be in device memory, and would be right to place a result there.
+
+A kernel that *changes* a host buffer in place needs the claim both ways, :func:`read_in_place` before it and
+:func:`still_in_host_memory` after it, and one more thing: the buffer must be a donated argument of the program, or XLA
+would make the copy that keeps the caller's array intact in device memory. So only a program that donates it itself, and
+does nothing else with it, may do this (:func:`pallas_kernels.gather_rows.write_block`).
+
+XLA's own gather is no way around: given such an operand it refuses to compile, or computes on the host.
 """
 
 from typing import Any
@@ -20,30 +27,30 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-__all__ = ["copy_to_device", "copy_to_host", "is_host", "read_in_place"]
+__all__ = ["copy_to_device", "copy_to_host", "is_host", "read_in_place", "still_in_host_memory"]
 
-_retype_p = Primitive("herald_read_host_in_place")
+_retype_p = Primitive("herald_retype_memory")
 
 
 @_retype_p.def_abstract_eval
-def _retype_abstract_eval(aval: Any) -> Any:
-    return aval.update(memory_space=jax.memory.Space.Device)
+def _retype_abstract_eval(aval: Any, *, space: Any) -> Any:
+    return aval.update(memory_space=space)
 
 
 @_retype_p.def_impl
-def _retype_impl(x: jax.Array) -> jax.Array:
-    # Evaluated on its own, the result would claim device memory while living in the host's; only inside one compiled
+def _retype_impl(x: jax.Array, *, space: Any) -> jax.Array:
+    # Evaluated on its own, the result would claim one memory while living in the other; only inside one compiled
     # program, between a parameter and the kernel that reads it, does the claim harm nobody.
     raise RuntimeError("read_in_place works only inside jax.jit, on the operand of a kernel")
 
 
-def _retype_lowering(ctx: Any, x: Any) -> list[Any]:
-    del ctx
+def _retype_lowering(ctx: Any, x: Any, *, space: Any) -> list[Any]:
+    del ctx, space
     return [x]
 
 
-def _retype_batching(args: Any, dims: Any) -> tuple[Any, Any]:
-    return _retype_p.bind(*args), dims[0]
+def _retype_batching(args: Any, dims: Any, *, space: Any) -> tuple[Any, Any]:
+    return _retype_p.bind(*args, space=space), dims[0]
 
 
 mlir.register_lowering(_retype_p, _retype_lowering)
@@ -70,4 +77,9 @@ def read_in_place(x: jax.Array) -> jax.Array:
 
     Never return the result, donate it, or let anything but a kernel consume it: see the module's docstring.
     """
-    return _retype_p.bind(x) if is_host(x) else x
+    return _retype_p.bind(x, space=jax.memory.Space.Device) if is_host(x) else x
+
+
+def still_in_host_memory(x: jax.Array) -> jax.Array:
+    """The result of a kernel that changed a :func:`read_in_place` operand in place, typed as what it is."""
+    return _retype_p.bind(x, space=jax.memory.Space.Host)

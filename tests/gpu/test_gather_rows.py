@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.gather_rows import GatherConfig, gather_rows, scatter_rows
+from pallas_kernels.gather_rows import GatherConfig, gather_rows, scatter_rows, write_block
 
 pytestmark = pytest.mark.gpu
 
@@ -153,6 +153,42 @@ def test_scatter_in_place(memory, implementation):
     assert k_cache.sharding.memory_kind == memory
     np.testing.assert_array_equal(bits(k_cache), bits(want))
     np.testing.assert_array_equal(bits(v_cache), bits(want))
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu", "xla"])
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_write_block_in_place(memory, implementation):
+    rng = np.random.default_rng(5)
+    cache, block = random(rng, L, B, K, N, 128), random(rng, L, B, K, 32, 128)
+    k_cache, v_cache = in_memory(cache + 0, memory), in_memory(cache + 0, memory)
+    want = np.array(cache)
+    addresses = [k_cache.unsafe_buffer_pointer(), v_cache.unsafe_buffer_pointer()]
+    for positions, mask in (([5, 1000], [True, True]), ([40, 40], [True, False]), ([-1, N - 31], [True, True])):
+        for b in range(B):
+            if mask[b] and 0 <= positions[b] <= N - 32:
+                want[:, b, :, positions[b] : positions[b] + 32] = np.asarray(block)[:, b]
+        k_cache, v_cache = write_block(
+            block,
+            block,
+            jnp.asarray(positions, jnp.int32),
+            k_cache,
+            v_cache,
+            mask=jnp.asarray(mask),
+            implementation=implementation,
+        )
+    want[1, :, :, 7:39] = np.asarray(block)[1]
+    k_cache, v_cache = write_block(
+        block[1], block[1], jnp.full(B, 7, jnp.int32), k_cache, v_cache, layer=1, implementation=implementation
+    )
+    assert [k_cache.unsafe_buffer_pointer(), v_cache.unsafe_buffer_pointer()] == addresses
+    for x in (k_cache, v_cache):
+        assert x.sharding.memory_kind == memory
+        np.testing.assert_array_equal(bits(x), bits(want))
+    # The rows come back out of the updated cache, through the kernel that reads it in place.
+    pool = jnp.zeros((L, B, K, S, 128), jnp.bfloat16)
+    indices = random_indices(rng, 100)
+    got, _ = gather_rows(k_cache, v_cache, jnp.asarray(indices), pool, pool, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(bits(got), bits(expected_rows(want, indices, pool)))
 
 
 def test_the_default_here_is_the_kernel():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from pallas_kernels import gather_kernel, lanes_numpy
 from pallas_kernels.gather_kernel import GatherConfig
-from pallas_kernels.gather_rows import gather_rows, scatter_rows
+from pallas_kernels.gather_rows import _write_block, gather_rows, scatter_rows, write_block
 
 L, B, K, N, D, S = 3, 2, 2, 37, 24, 19
 
@@ -203,6 +203,29 @@ def test_scatter_is_exact_and_in_place(case, memory):
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("case", SCATTERS)
+def test_write_block_takes_the_caches_over(case, memory):
+    rng = np.random.default_rng(14)
+    caches = [in_memory(fresh(rng, L, B, K, N, D), memory) for _ in range(2)]
+    blocks = [fresh(rng, L, B, K, 5, D) for _ in range(2)]
+    positions, mask = SCATTERS[case]
+    expected = [scatter_loop(block, positions, cache, mask) for block, cache in zip(blocks, caches, strict=True)]
+    addresses = [cache.unsafe_buffer_pointer() for cache in caches]
+    got = write_block(*blocks, jnp.asarray(positions, jnp.int32), *caches, mask=jnp.asarray(mask))
+    assert [x.unsafe_buffer_pointer() for x in got] == addresses
+    assert all(cache.is_deleted() for cache in caches)
+    for x, value in zip(got, expected, strict=True):
+        assert x.sharding.memory_kind == memory
+        np.testing.assert_array_equal(x, value)
+
+
+def test_write_block_is_not_for_traced_code():
+    cache, block = jnp.zeros((L, B, K, N, D)), jnp.zeros((L, B, K, 5, D))
+    with pytest.raises(ValueError, match="use scatter_rows inside"):
+        jax.jit(write_block)(block, block, jnp.zeros(B, jnp.int32), cache, cache)
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_scatter_one_layer_without_mask(memory):
     rng = np.random.default_rng(9)
     cache, block = fresh(rng, L, B, K, N, D), fresh(rng, B, K, 3, D)
@@ -335,6 +358,24 @@ def test_scatter_lowers_for_an_h100_in_place():
     text = lower_for_h100(partial(scatter_rows, implementation="mosaic_gpu"), *arguments, donate_argnums=(3, 4))
     assert text.count("custom_call @mosaic_gpu") == 1
     assert text.count("tf.aliasing_output") == 2
+
+
+@needs_mosaic
+@pytest.mark.parametrize("chosen", ["auto", "mosaic_gpu"])
+def test_write_block_lowers_for_an_h100_in_place_in_host_memory(chosen):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    space = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    block = jax.ShapeDtypeStruct((L, B, K, 5, 64), jnp.float16)
+    cache = jax.ShapeDtypeStruct((L, B, K, N, 64), jnp.float16, sharding=space)
+    rest = (jax.ShapeDtypeStruct((B,), jnp.bool_), jax.ShapeDtypeStruct((), jnp.int32))
+    block = jax.ShapeDtypeStruct(block.shape[1:], block.dtype)
+    arguments = (block, block, jax.ShapeDtypeStruct((B,), jnp.int32), cache, cache, *rest)
+    text = lower_for_h100(partial(_write_block, chosen=chosen), *arguments, donate_argnums=(3, 4))
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("tf.aliasing_output") == 2
+    assert text.count("output_operand_alias<") == 2
+    assert text.count('mhlo.memory_kind = "pinned_host"') == 4  # the caches, coming and going
+    assert "annotate_device_placement" not in text
 
 
 def test_the_kernel_is_refused_by_name_where_it_cannot_run():
