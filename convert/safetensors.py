@@ -17,6 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from herald_jax.errors import ConversionError
+
 # Everything the format can hold → bytes per element. The floats among them can be converted (`NUMPY`).
 ITEM_BYTES = {
     "BOOL": 1,
@@ -147,7 +149,7 @@ def read_rows(descriptor: int, entry: Entry, start: int, stop: int) -> np.ndarra
     """Rows `start:stop` of axis 0, one read, in the file's dtype: `[stop - start, *shape[1:]]`.
 
     Reads by position (pread) rather than through a memory map: mapped pages stay resident and would add up to the
-    checkpoint's size. Raises: OSError; EOFError if the file became shorter.
+    checkpoint's size. Raises: OSError; ConversionError if the file became shorter.
     """
     dtype = NUMPY[entry.dtype]
     row = math.prod(entry.shape[1:]) * dtype.itemsize
@@ -163,5 +165,7 @@ def pread_into(descriptor: int, array: np.ndarray, offset: int) -> None:
     while done < len(view):
         read = os.preadv(descriptor, [view[done:]], offset + done)
         if read == 0:
-            raise EOFError(f"the file ended at byte {offset + done} while it was read")
+            raise ConversionError(
+                f"the source file ended at byte {offset + done} while it was read; is it still being downloaded?"
+            )
         done += read

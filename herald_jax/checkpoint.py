@@ -18,6 +18,7 @@ that dies on the way leaves only that sibling, which the next run to the same de
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -25,10 +26,10 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes  # noqa: F401  (registers "bfloat16" with numpy)
@@ -43,6 +44,9 @@ from herald_jax.model import Params, ParamSpec, flatten, param_specs, unflatten
 from herald_jax.publish import AtomicDirectory, check_destination
 
 CHUNK_BYTES = 64 << 20
+IN_FLIGHT_BYTES = 2 * CHUNK_BYTES
+_IN_FLIGHT = 32
+_SYNC_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,14 @@ class LeafSource:
         return cls(tuple(array.shape), np.dtype(array.dtype), read)
 
 
+class _Write(NamedTuple):
+    """A slab on its way to the disk; `leaf` names the leaf that is complete with it."""
+
+    future: Any
+    nbytes: int
+    leaf: str | None
+
+
 class _StreamingHandler(ocp.type_handlers.NumpyHandler):
     """Writes `LeafSource`s one at a time as uncompressed Zarr arrays; on disk they are ordinary Orbax numpy leaves.
 
@@ -104,30 +116,42 @@ class _StreamingHandler(ocp.type_handlers.NumpyHandler):
     ) -> Sequence[Any]:
         # Orbax sorts by name; the caller's order is that of the source's files, read from front to back.
         ordered = sorted(zip(values, infos, strict=True), key=lambda pair: self._order[pair[1].name])
-        for leaf, info in ordered:
-            await info.await_path_creation()
-            await self._write(leaf, info)
-            self._on_leaf(info.name)
+        # While slabs are written the next is read and put together, across leaves; what is in flight is bounded.
+        flight: collections.deque[_Write] = collections.deque()
+        try:
+            for leaf, info in ordered:
+                await info.await_path_creation()
+                async for write in self._writes(leaf, info):
+                    flight.append(write)
+                    while sum(w.nbytes for w in flight) > IN_FLIGHT_BYTES or len(flight) > _IN_FLIGHT:
+                        await self._finish(flight.popleft())
+            while flight:
+                await self._finish(flight.popleft())
+        finally:
+            for write in flight:  # an error or Ctrl-C: nobody may write any more when the directory is removed
+                with contextlib.suppress(ValueError):
+                    write.future.result()
         return []
 
-    async def _write(self, leaf: LeafSource, info: ocp.type_handlers.ParamInfo) -> None:
-        rows = leaf.chunk_rows
+    async def _finish(self, write: _Write) -> None:
+        await write.future
+        self._on_bytes(write.nbytes)
+        if write.leaf is not None:
+            self._on_leaf(write.leaf)
+
+    async def _writes(self, leaf: LeafSource, info: ocp.type_handlers.ParamInfo) -> AsyncIterator[_Write]:
+        """Read a leaf slab by slab and start writing each."""
+        rows, total = leaf.chunk_rows, leaf.shape[0]
         store = await ts.open(_zarr_spec(leaf, rows, str(info.path)), create=True)
         slabs = leaf.read(rows)
-        pending: Any = None
         start = 0
-        # One slab is read while the previous one is written: the disk works both ways, memory holds two slabs.
         while (slab := await asyncio.to_thread(next, slabs, None)) is not None:
-            if pending is not None:
-                await pending
             stop = start + slab.shape[0]
-            pending = store[start:stop].write(slab, can_reference_source_data_indefinitely=True)
+            future = store[start:stop].write(slab, can_reference_source_data_indefinitely=True)
+            yield _Write(future, slab.nbytes, info.name if stop == total else None)
             start = stop
-            self._on_bytes(slab.nbytes)
-        if pending is not None:
-            await pending
-        if start != leaf.shape[0]:
-            raise CheckpointError(f"{info.name} yielded {start} rows instead of {leaf.shape[0]}")
+        if start != total:
+            raise CheckpointError(f"{info.name} yielded {start} rows instead of {total}")
 
 
 def _zarr_spec(leaf: LeafSource, rows: int, path: str) -> dict[str, Any]:
@@ -135,6 +159,9 @@ def _zarr_spec(leaf: LeafSource, rows: int, path: str) -> dict[str, Any]:
     return {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": path + "/"},
+        # Large chunks are flushed as they are written, which paces us to the disk. For norms and biases that would cost
+        # more than all the rest; they are flushed with the directory (publish.AtomicDirectory).
+        "context": {"file_io_sync": leaf.nbytes >= _SYNC_BYTES},
         # Without this a chunk of zeros (a bias, say) would leave no file, and a lost file could not be told from zeros.
         "store_data_equal_to_fill_value": True,
         "metadata": {

@@ -125,7 +125,7 @@ def _fsync(path: Path) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """fsync every directory below, and every file (the arrays are synced already)."""
+    """fsync every file and directory below."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             _fsync(Path(folder, name))

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from convert.safetensors import read_header, read_rows
+from herald_jax.errors import ConversionError
 from tests.convert.checkpoints import CONFIG, tensors, write_raw, write_safetensors
 
 ARRAYS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.float16)}
@@ -66,7 +67,7 @@ def test_a_file_that_shrank_is_noticed(tmp_path: Path) -> None:
     entries, _ = read_header(tmp_path / "a.safetensors")
     os.truncate(tmp_path / "a.safetensors", entries["b"].offset + 3)
     descriptor = os.open(tmp_path / "a.safetensors", os.O_RDONLY)
-    with pytest.raises(EOFError, match="while it was read"):
+    with pytest.raises(ConversionError, match="while it was read; is it still being downloaded"):
         read_rows(descriptor, entries["b"], 0, 4)
     os.close(descriptor)
 
