@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -26,21 +26,21 @@ from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, stream
 from herald_jax.generate import _check as check_request
 from herald_jax.loading import Model, load
-from herald_jax.plans import Dense, Plan
+from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import Stats
 
-# Each plan by name, built from the parsed arguments; a plan with options of its own adds them in `_parser`.
-PLANS: dict[str, Callable[[argparse.Namespace], Plan]] = {"dense": lambda args: Dense()}
-
-# Each policy by name: how it is built, and which of the policy flags it takes.
+# Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
+PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
+    "dense": (Dense, {}),
+    "mage": (Mage, {"budget": "budget"}),
+}
 POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
     "static": (denoise.StaticLowConfidence, {"steps": "steps"}),
     "threshold": (denoise.Threshold, {"steps": "steps", "threshold": "threshold"}),
     "entropy-bound": (denoise.EntropyBound, {"steps": "steps", "entropy_bound": "bound"}),
     "sequential": (denoise.Sequential, {"steps": "steps"}),
 }
-_POLICY_FLAGS = ("steps", "threshold", "entropy_bound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling (default %(default)s)")
     group.add_argument("--block-cache", action="store_true", help="Fast-dLLM v2's cache of sub-blocks")
     group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
+    group.add_argument(
+        "--budget", type=_count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
+    )
 
     group = parser.add_argument_group("running")
     group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
@@ -149,8 +152,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count_or_fraction(text: str) -> int | float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of entries nor a fraction") from None
+
+
 def _run(args: argparse.Namespace) -> int:
-    config, plan = _generate_config(args), PLANS[args.plan](args)
+    config, plan = _generate_config(args), _build("plan", PLANS, args)
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:
             raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but at least 1 was expected")
@@ -178,17 +188,23 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if writer.errors else 0
 
 
+def _build(kind: str, table: Mapping[str, tuple[Callable[..., Any], dict[str, str]]], args: argparse.Namespace) -> Any:
+    """The plan or policy that the flags describe. Raises GenerationError for a flag that belongs to another one."""
+    name = getattr(args, kind)
+    build, takes = table[name]
+    for owner, (_, flags) in table.items():
+        for flag in flags.keys() - takes.keys():
+            if getattr(args, flag) is not None:
+                raise GenerationError(
+                    f"--{flag.replace('_', '-')} belongs to --{kind} {owner}, but the {kind} is {name}"
+                )
+    return build(**{own: getattr(args, flag) for flag, own in takes.items() if getattr(args, flag) is not None})
+
+
 def _generate_config(args: argparse.Namespace) -> GenerateConfig:
-    build, takes = POLICIES[args.policy]
-    given = {flag: getattr(args, flag) for flag in _POLICY_FLAGS if getattr(args, flag) is not None}
-    for flag in given.keys() - takes.keys():
-        owner = next(name for name, (_, flags) in POLICIES.items() if flag in flags)
-        raise GenerationError(
-            f"--{flag.replace('_', '-')} belongs to --policy {owner}, but the policy is {args.policy}"
-        )
     return GenerateConfig(
         max_new_tokens=args.max_new_tokens,
-        policy=build(**{takes[flag]: value for flag, value in given.items()}),
+        policy=_build("policy", POLICIES, args),
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

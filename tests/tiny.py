@@ -28,8 +28,8 @@ def byte_level() -> tokenizers.Tokenizer:
     return backend
 
 
-def config(*, block_length: int = 4, max_position_embeddings: int = 512) -> ModelConfig:
-    """SDAR's architecture and decoding, two layers of it."""
+def config(*, block_length: int = 4, max_position_embeddings: int = 512, num_layers: int = 2) -> ModelConfig:
+    """SDAR's architecture and decoding, at the smallest size."""
     contract = DiffusionContract(
         block_length=block_length,
         small_block_length=block_length,
@@ -44,7 +44,7 @@ def config(*, block_length: int = 4, max_position_embeddings: int = 512) -> Mode
         vocab_size=264,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,

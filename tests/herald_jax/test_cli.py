@@ -154,6 +154,15 @@ def test_policy_flags(checkpoint, model, capsys, flags: list[str], policy) -> No
     assert stats["stats"]["denoise_steps"] == result.stats.denoise_steps
 
 
+def test_plan_flags(tmp_path, capsys) -> None:
+    deeper = str(tiny.save(tmp_path / "deeper", num_layers=3))
+    assert cli.main([deeper, PROMPTS[2], "--json", "--plan", "mage", "--budget", "0.5", *FEW]) == 0
+    model = herald_jax.load(deeper)
+    ids = [model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[2]}])]
+    result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), herald_jax.Mage(0.5))
+    assert json.loads(capsys.readouterr().out)["tokens"] == result.tokens[0]
+
+
 # --- output -------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +249,10 @@ WRONG = {
     "not_a_number": (["x", "--steps", "two"], "invalid int value: 'two'"),
     "steps": (["x", "--steps", "-2"], "steps is -2"),
     "other_policys_flag": (["x", "--entropy-bound", "1"], "--entropy-bound belongs to --policy entropy-bound"),
+    "other_plans_flag": (["x", "--budget", "64"], "--budget belongs to --plan mage, but the plan is dense"),
+    "budget": (["x", "--plan", "mage", "--budget", "1.5"], "budget is 1.5"),
+    "no_budget": (["x", "--plan", "mage", "--budget", "all"], "'all' is neither a number of entries nor a fraction"),
+    "plan_for_model": (["x", "--plan", "mage"], "dense_layers is 2, but the model has 2 layers"),
     "batch": (["x", "--batch-size", "0"], "--batch-size is 0"),
     "devices": (["x", "--devices", "64"], "64 devices"),
     "dtype": (["x", "--dtype", "int8"], "invalid choice: 'int8'"),
