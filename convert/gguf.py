@@ -5,11 +5,12 @@ block-quantised weights (restored by the `gguf` package to float32), configurati
 metadata. The latter are written out as config.json, generation_config.json and tokenizer files (`gguf_metadata`), which
 `hf_config` then reads like any other. A tokenizer.json lying beside the .gguf file is preferred to the one rebuilt.
 
-Source of the formats: the `gguf` package (reader, quantisation types), llama.cpp's `docs` on GGUF metadata keys.
+Source of the formats: the `gguf` package (quantisation types, metadata keys).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.gguf_header import Tensor, read_header
 from convert.gguf_metadata import write_hf_files
 from convert.safetensors import pread_into
 from convert.source import TensorInfo
@@ -68,12 +70,10 @@ class GGUFSource:
         except ImportError as error:
             raise ConversionError(f"reading {path.name} needs the gguf package: install herald-jax[gguf]") from error
         try:
-            reader = gguf.GGUFReader(path)
-            # Contents are decoded now: a truncated file must fail here, not half way through.
-            fields = {name: field.contents() for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-            raise ConversionError(f"{path} is not a readable GGUF file (corrupt or truncated): {error}") from error
-        self._dequantize = gguf.quants.dequantize
+            fields, listed = read_header(path)
+        except ValueError as error:  # bad UTF-8 too
+            raise ConversionError(f"{path} is not a readable GGUF file: {error}") from error
+        self._gguf = gguf
         self.files = [path]
         self.tensors: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
@@ -82,7 +82,7 @@ class GGUFSource:
         self._types: dict[str, Any] = {}
         self._heads: dict[str, int] = {}
         size = path.stat().st_size
-        for tensor in reader.tensors:
+        for tensor in listed:
             self._add(path, tensor, size)
         self._temporary = tempfile.TemporaryDirectory(prefix="herald-gguf-")
         self.config_dir = Path(self._temporary.name)
@@ -99,9 +99,15 @@ class GGUFSource:
                 self._heads[name] = config["num_key_value_heads"]
         self._descriptor = os.open(path, os.O_RDONLY)
 
-    def _add(self, path: Path, tensor: Any, size: int) -> None:
-        stored = tensor.tensor_type.name
-        shape = tuple(int(n) for n in reversed(tensor.shape))
+    def _add(self, path: Path, tensor: Tensor, size: int) -> None:
+        try:
+            kind = self._gguf.GGMLQuantizationType(tensor.type)
+        except ValueError:
+            self.problems.append(f"{tensor.name} has the unknown GGUF type {tensor.type}")
+            self.lost = None
+            return
+        shape = tuple(reversed(tensor.shape))
+        block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         name = hugging_face_name(tensor.name)
         if tensor.name == "rope_freqs.weight":
             self.problems.append(
@@ -109,15 +115,19 @@ class GGUFSource:
                 "state; convert the safetensors checkpoint instead"
             )
             return
-        offset, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-        if offset + nbytes > size:
-            self.problems.append(f"{path.name} is truncated: {tensor.name} ends at byte {offset + nbytes} of {size}")
+        nbytes = math.prod(shape) // block * block_bytes
+        if tensor.offset + nbytes > size:
+            end = tensor.offset + nbytes
+            self.problems.append(f"{path.name} is truncated: {tensor.name} ends at byte {end}, the file has {size}")
             self.lost = None
             return
-        dtype = np.dtype(np.float32) if stored in QUANTISATIONS else None
         name = name or tensor.name  # an unknown one keeps its name, and the rules will call it unknown
-        self.tensors[name] = TensorInfo(shape, dtype, stored, nbytes, path.name, offset)
-        self._types[name] = tensor.tensor_type
+        if name in self.tensors:
+            self.problems.append(f"{path.name} lists {tensor.name} twice")
+            return
+        dtype = np.dtype(np.float32) if kind.name in QUANTISATIONS else None
+        self.tensors[name] = TensorInfo(shape, dtype, kind.name, nbytes, path.name, tensor.offset)
+        self._types[name] = kind
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         info = self.tensors[name]
@@ -131,7 +141,7 @@ class GGUFSource:
         row = info.nbytes // info.shape[0]
         raw = np.empty((stop - start, row), np.uint8)
         pread_into(self._descriptor, raw, info.offset + start * row)
-        values = self._dequantize(raw if len(info.shape) > 1 else raw.reshape(-1), self._types[name])
+        values = self._gguf.quants.dequantize(raw if len(info.shape) > 1 else raw.reshape(-1), self._types[name])
         return values.reshape(stop - start, *info.shape[1:]).astype(np.float32, copy=False)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 from convert.converter import SourceProblems, convert
 from convert.gguf import GGUFSource, hugging_face_name, unpermute
+from convert.gguf_header import read_header
 from herald_jax.checkpoint import load_checkpoint
 from herald_jax.errors import ConversionError
 from herald_jax.hf_config import Overrides
@@ -279,13 +281,64 @@ def test_other_quantisations_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_truncated_and_foreign_files(tmp_path: Path) -> None:
+def test_the_header_is_what_the_package_reads(tmp_path: Path) -> None:
+    def metadata(writer: Any) -> None:
+        writer.add_array("test.nested", [[1, 2], [3]])
+        writer.add_array("test.floats", [0.5, -1.0])
+        writer.add_int64("test.negative", -5)
+        writer.add_float64("test.double", 1e300)
+        writer.add_bool("test.bool", True)
+        writer.add_string("test.string", "é\0🎉")
+        writer.add_custom_alignment(64)
+
+    path = write(tmp_path / "m.gguf", kind="Q4_1", metadata=metadata)
+    reader = gguf.GGUFReader(path)
+    fields, listed = read_header(path)
+    package = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert fields.pop("test.nested") == [[1, 2], [3]]
+    del package["test.nested"]  # which the package flattens
+    assert fields == package
+    assert [(t.name, t.shape, t.type, t.offset) for t in listed] == [
+        (t.name, tuple(int(n) for n in t.shape), int(t.tensor_type), int(t.data_offset)) for t in reader.tensors
+    ]
+
+
+def test_truncated_files(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    for size in (path.stat().st_size - 100, 1500, 10, 0):
-        os.truncate(path, size)
-        with pytest.raises(ConversionError) as caught:
-            convert(path, tmp_path / "out")
-        assert str(caught.value).startswith(f"{path} is not a readable GGUF file (corrupt or truncated): ")
-    path.write_bytes(b"<!DOCTYPE html>" * 100)
-    with pytest.raises(ConversionError, match="is not a readable GGUF file"):
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    with pytest.raises(SourceProblems) as caught:
         convert(path, tmp_path / "out")
+    assert caught.value.problems == (
+        f"m.gguf is truncated: blk.1.ffn_down.weight ends at byte {size}, the file has {size - 100}",
+    )
+    for shorter in (1500, 30, 10, 0):
+        os.truncate(path, shorter)
+        with pytest.raises(ConversionError) as refused:
+            convert(path, tmp_path / "out")
+        assert str(refused.value) == f"{path} is not a readable GGUF file: the file ends inside its header"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"<!DOCTYPE html>" * 100, "it begins with b'<!DO', not b'GGUF'"),
+        (
+            b"GGUF" + (1).to_bytes(4, "little") + bytes(99),
+            "its version is 1; 2 and 3 are supported, in little-endian order",
+        ),
+        (
+            b"GGUF" + (3).to_bytes(4, "big") + bytes(99),
+            "its version is 50331648; 2 and 3 are supported, in little-endian order",
+        ),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 2**60, 1), "the file ends inside its header"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "a metadata value has the unknown type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"\xff", 4) + bytes(4), "'utf-8' codec can't decode byte 0xff"),
+    ],
+    ids=["html", "old", "big endian", "count", "type", "utf-8"],
+)
+def test_foreign_and_corrupt_headers(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ConversionError) as caught:
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    assert str(caught.value).startswith(f"{tmp_path / 'm.gguf'} is not a readable GGUF file: {sentence}")
