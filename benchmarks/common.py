@@ -24,9 +24,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.sizes import L2_BYTES, input_sets
+
+__all__ = [
+    "L2_BYTES",
+    "Time",
+    "commit",
+    "copy_bandwidth",
+    "device_name",
+    "device_slug",
+    "device_time",
+    "input_sets",
+    "output_option",
+    "print_rows",
+    "rms_error",
+    "row",
+    "versions",
+    "wall_time",
+    "write_results",
+]
+
 RESULTS = Path(__file__).parent / "results"
-# A working set several times this is not served by the L2 of an H100 or H200 (50 and 60 MB).
-L2_BYTES = 60 * 2**20
 
 
 class Time(NamedTuple):
@@ -89,11 +107,6 @@ def wall_time(fn: Callable[..., Any], inputs: Sequence[tuple], *, repeats: int =
         jax.block_until_ready(fn(*inputs[i % len(inputs)]))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def input_sets(bytes_per_set: int, *, at_most: int = 64) -> int:
-    """How many inputs to rotate through so that together they are at least four times the L2."""
-    return max(1, min(at_most, -(-4 * L2_BYTES // max(1, bytes_per_set))))
 
 
 def copy_bandwidth(nbytes: int = 2**31) -> float:

@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import mosaic_inline
 from pallas_kernels.attention_plan import Plan, divide
 from pallas_kernels.reference import merge_by_lse
 
@@ -21,30 +22,28 @@ LOG2E = math.log2(math.e)
 THREADS = 128
 # KV tiles whose importance one program computes.
 TILES_PER_PROGRAM = 8
-# Above this many programs, starting them takes longer than their work: each then joins several query rows.
-MAX_ROW_PROGRAMS = 2048
 
 
 def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
-    """`(out [B, T, H, D], lse f32[B, T, H], importance f32[B, K, N] or None)` from what the kernel left.
+    """`(out [B, T, H, D], lse f32[B, T, H], importance f32[B, K, N] or None)` from what the kernel left, with T
+    as long as the kernel made it.
 
     `parts` is `attention_mosaic.Parts`; importance only where the plan keeps weights, for `query` `i32[B]`.
     """
     p = plan
     merge_here = p.splits > 1 and p.head_dim == THREADS
-    if not merge_here:
-        if p.splits == 1:
-            out, lse = parts.out[:, : p.queries], p.rows_to_queries(parts.lse[0])
-        else:
-            out, lse = merge_by_lse(parts.out, parts.lse)
-            out, lse = p.rows_to_queries(out).astype(p.dtype), p.rows_to_queries(lse)
-        if not p.keep_weights:
-            return out, lse, None
+    out, lse = parts.out, parts.lse
+    if p.splits > 1 and not merge_here:
+        out, lse = merge_by_lse(out, lse)
+        out, lse = p.rows_to_queries(out).astype(p.dtype), p.rows_to_queries(lse)
+    if not (merge_here or p.keep_weights):
+        return out, lse, None
 
     heads = p.kv_heads * p.group
-    rows = p.batch * p.queries * heads
-    rows_per_program = -(-rows // MAX_ROW_PROGRAMS)
-    row_programs = -(-rows // rows_per_program) if merge_here else 0
+    # Four consecutive queries of a head lie in one piece among the partial results: one warp for each. With many splits
+    # there are few rows, and one program each is sooner done.
+    rows_per_program = 4 if p.queries % 4 == 0 and p.splits <= 8 else 1
+    row_programs = p.batch * p.queries * heads // rows_per_program if merge_here else 0
     tile_groups = -(-p.kv_tiles // TILES_PER_PROGRAM)
     weight_programs = p.batch * p.kv_heads * tile_groups if p.keep_weights else 0
 
@@ -73,8 +72,8 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
         if weight_programs:
             pl.when(program < weight_programs)(lambda: _importance(ins, outs, program, p, importance.reduce))
         if row_programs:
-            first = (program - weight_programs) * rows_per_program
-            pl.when(program >= weight_programs)(lambda: _merge_rows(ins, outs, first, rows_per_program, p))
+            number = program - weight_programs
+            pl.when(program >= weight_programs)(lambda: _merge_rows(ins, outs, number, rows_per_program, p))
 
     results = plgpu.kernel(
         body,
@@ -102,24 +101,28 @@ def _shares(lses):
     return [share / total for share in shares], jnp.where(some, top + jnp.log2(total) * (1 / LOG2E), -jnp.inf)
 
 
-def _merge_rows(ins, outs, first, count: int, p: Plan):
-    """Joins the splits of `count` query rows, from the `first` in the order of out."""
+def _merge_rows(ins, outs, number, count: int, p: Plan):
+    """Joins the splits of `count` consecutive queries of one query head."""
     heads = p.kv_heads * p.group
-    done = []
-    for i in range(count):
-        index = jnp.minimum(first + i, p.batch * p.queries * heads - 1)  # past the end: the last row again
-        rest, q_head = divide(index, heads)
-        batch, query = divide(rest, p.queries)
-        head, member = divide(q_head, p.group)
-        tile, row = p.row_of(query, member)
-        shares, lse = _shares([ins["lse"][s, batch, head, tile, row] for s in range(p.splits)])
-        acc = jnp.zeros((THREADS,), jnp.float32)
-        for s, share in enumerate(shares):
-            acc += ins["out"][s, batch, head, tile, row] * share
-        done.append(((batch, query, q_head), acc.astype(p.dtype), lse))
-    for where, row_out, lse in done:  # after all loads, so that these are in flight together
-        outs["out"][where] = row_out
-        outs["lse"][where] = lse
+    rest, q_head = divide(number, heads)
+    batch, first = divide(rest, p.queries // count)
+    first *= count
+    head, member = divide(q_head, p.group)
+    tile, row = p.row_of(first, member)
+    by_query = [_shares([ins["lse"][s, batch, head, tile, row + i] for s in range(p.splits)]) for i in range(count)]
+    shape = (count, THREADS)
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=count)
+    which = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    for s in range(p.splits):
+        part = plgpu.load(ins["out"].at[s, batch, head, tile, pl.ds(row, count)], layout=layout)
+        share = by_query[0][0][s]
+        for i in range(1, count):
+            share = jnp.where(which == i, by_query[i][0][s], share)
+        acc += part * share
+    outs["out"][batch, pl.ds(first, count), q_head] = acc.astype(p.dtype)
+    for i, (_, lse) in enumerate(by_query):
+        outs["lse"][batch, first + i, q_head] = lse
 
 
 def _importance(ins, outs, program, p: Plan, reduce: str):
@@ -130,35 +133,42 @@ def _importance(ins, outs, program, p: Plan, reduce: str):
     limit = jnp.minimum(ins["lengths"][batch, 0], p.entries)
     if p.prefix_sums:
         limit = jnp.minimum(limit, ins["prefix_lengths"][batch])
-    over = ins["over"] if p.prefix_sums else ins["lse"]
-    lses = []
-    for member in range(p.group):
-        tile, row = p.row_of(ins["query"][batch], member)
-        _, lse = _shares([over[s, batch, head, tile, row] for s in range(p.splits)])
-        # Nothing seen: every weight below is masked anyway, and 0 keeps the arithmetic finite.
-        lses.append(jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E))
+    first = tile_group * TILES_PER_PROGRAM
+    # Tiles past the last are the last again: their programs write the same values twice.
+    tiles = [jnp.minimum(first + i, p.kv_tiles - 1) for i in range(TILES_PER_PROGRAM)]
+    blocks = [(tile, part) for tile in tiles for part in range(0, p.kv_tile, THREADS)]
 
-    for i in range(TILES_PER_PROGRAM):
-        tile = tile_group * TILES_PER_PROGRAM + i
-        for part in range(0, p.kv_tile, THREADS):
+    def write(results):
+        layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+        index = mosaic_inline.ordered_index(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout))
+        for (tile, part), result in zip(blocks, results, strict=True):
             start = tile * p.kv_tile + part
-            here = (batch, head, pl.ds(start, THREADS))
+            result = jnp.where(index < limit - start, result, 0.0)
+            mosaic_inline.store_in_order(outs["importance"].at[batch, head, pl.ds(start, THREADS)], result)
 
-            @pl.when((tile < p.kv_tiles) & (start < limit))
-            def _write(tile=tile, part=part, start=start, here=here):
-                result = jnp.zeros((THREADS,), jnp.float32)
-                for member, lse in enumerate(lses):
-                    weights = ins["weights"][batch, head, tile, member, pl.ds(part, THREADS)].astype(jnp.float32)
-                    factor = jnp.exp2(ins["tops"][batch, head, tile, member] - lse)
-                    if reduce == "max":
-                        result = jnp.maximum(result, weights * factor)
-                    else:
-                        result += weights * (factor * (1 / p.group))
-                index = plgpu.broadcasted_iota(
-                    jnp.int32, (THREADS,), 0, layout=plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-                )
-                outs["importance"][here] = jnp.where(index < limit - start, result, 0.0)
+    @pl.when(first * p.kv_tile < limit)
+    def _some():
+        over = ins["over"] if p.prefix_sums else ins["lse"]
+        by_split = p.prefix_sums or p.splits > 1
+        query = ins["query"][batch]
+        results = [jnp.zeros((THREADS,), jnp.float32) for _ in blocks]
+        for member in range(p.group):
+            row_tile, row = p.row_of(query, member)
+            if by_split:
+                _, lse = _shares([over[s, batch, head, row_tile, row] for s in range(p.splits)])
+            else:
+                lse = over[batch, query, head * p.group + member]
+            # Nothing seen: every weight is masked anyway, and 0 keeps the arithmetic finite.
+            lse = jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
+            for i, (tile, part) in enumerate(blocks):
+                weights = ins["weights"][batch, head, tile, member, pl.ds(part, THREADS)].astype(jnp.float32)
+                factor = jnp.exp2(ins["tops"][batch, head, tile, member] - lse)
+                if reduce == "max":
+                    results[i] = jnp.maximum(results[i], weights * factor)
+                else:
+                    results[i] += weights * (factor * (1 / p.group))
+        write(results)  # after all loads, so that these are in flight together
 
-            @pl.when((tile < p.kv_tiles) & (start >= limit))
-            def _clear(here=here):
-                outs["importance"][here] = jnp.zeros((THREADS,), jnp.float32)
+    @pl.when(first * p.kv_tile >= limit)
+    def _none():
+        write([jnp.zeros((THREADS,), jnp.float32) for _ in blocks])

@@ -46,6 +46,7 @@ def attention_mosaic(
     q = jnp.pad(q, ((0, 0), (0, plan.padded_queries - t), (0, 0), (0, 0)))
     parts = _forward(q, k, v, lengths, layer, rows, prefix_lengths, plan, scale)
     out, lse, weight = attention_finish.finish(parts, lengths, rows, prefix_lengths, plan, importance)
+    out, lse = out[:, :t], lse[:, :t]
     if importance is not None and not one_query:
         over = lse
         if prefix_lengths is not None:
@@ -59,11 +60,12 @@ def attention_mosaic(
 class Parts(NamedTuple):
     """What the programs of the kernel leave, S splits.
 
-    out: `[B, T, H, D]` if S == 1 (T padded), else partial results `f32[S, B, K, R, rows, D]`.
-    lse: `f32[S, B, K, R, rows]`, natural log.
-    prefix_lse: the same over the prefix alone, or None.
+    out: `[B, T, H, D]` (T padded) if S == 1, else partial results `f32[S, B, K, R, rows, D]`.
+    lse: likewise `f32[B, T, H]` or `f32[S, B, K, R, rows]`, natural log.
+    prefix_lse: `f32[S, B, K, R, rows]` over the prefix alone, or None.
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
-      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written.
+      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written; within a tile the entries
+      are in the order of `mosaic_inline.store_weights`.
     """
 
     out: jax.Array
@@ -90,14 +92,12 @@ class _Inputs(NamedTuple):
 def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: float) -> Parts:
     p = plan
     row_shape = (p.splits, *p.row_shape)
-    lse_type = jax.ShapeDtypeStruct(row_shape, jnp.float32)
+    partial = p.splits > 1
     kept = (p.batch, p.kv_heads, p.kv_tiles, p.group)
     outputs = Parts(
-        out=jax.ShapeDtypeStruct(q.shape, q.dtype)
-        if p.splits == 1
-        else jax.ShapeDtypeStruct((*row_shape, p.head_dim), jnp.float32),
-        lse=lse_type,
-        prefix_lse=lse_type if p.prefix_sums else None,
+        out=jax.ShapeDtypeStruct((*row_shape, p.head_dim) if partial else q.shape, jnp.float32 if partial else q.dtype),
+        lse=jax.ShapeDtypeStruct(row_shape if partial else q.shape[:3], jnp.float32),
+        prefix_lse=jax.ShapeDtypeStruct(row_shape, jnp.float32) if p.prefix_sums else None,
         weights=jax.ShapeDtypeStruct((*kept, p.kv_tile), jnp.bfloat16) if p.keep_weights else None,
         tops=jax.ShapeDtypeStruct(kept, jnp.float32) if p.keep_weights else None,
     )
@@ -198,19 +198,22 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
             )
         kept = None
         if p.keep_weights:
-            kept = functools.partial(_keep_weights, outs, batch, head, _kept_slot(ins.query[batch], tile, wg, p))
+            query, q_head = _row_queries(head, tile, wg, p)
+            slot = jnp.where(query == ins.query[batch], q_head - head * p.group, -1)
+            kept = functools.partial(_keep_weights, outs, batch, head, slot)
         plgpu.barrier_wait(scratch["q_ready"].at[wg])
         entries = _Range(first, full, last, longest, row_limit, prefix)
         acc, top, total, prefix_total = _softmax_loop(entries, kept, wg, scratch, p, scale)
 
         here = (split, batch, head, tile, pl.ds(wg * 64, 64))
-        outs.lse[here] = _lse(top, total)
+        lse = _lse(top, total)
         if p.prefix_sums:
             outs.prefix_lse[here] = _lse(top, prefix_total)
         acc *= lax.broadcast_in_dim(jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0), acc.shape, [0])
         if p.splits > 1:
-            outs.out[here] = acc
+            outs.out[here], outs.lse[here] = acc, lse
         else:
+            mosaic_inline.store_rows(outs.lse.at[batch], lse, _row_queries(head, tile, wg, p))
             smem = scratch["q_smem"].at[wg]
             smem[...] = acc.astype(p.dtype)
             plgpu.commit_smem()
@@ -287,8 +290,7 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
             prefix_total = prefix_total * shrink + prefix_sum
         total = total * shrink + row_sum
         acc *= lax.broadcast_in_dim(shrink, acc_shape, [0])
-        if keep_weights is not None:
-            keep_weights(index, weights.astype(jnp.bfloat16), new_top)
+        kept = weights.astype(jnp.bfloat16) if keep_weights is not None else None
         weights = weights.astype(p.dtype)
         # Keeps the compiler from moving softmax arithmetic behind the barrier, into the other warpgroup's turn.
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
@@ -300,6 +302,8 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
 
         def accumulate(acc_ref):
             plgpu.wgmma(acc_ref, weights, v_tile)
+            if keep_weights is not None:  # while the tensor cores work
+                keep_weights(index, kept, new_top)
 
         acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
@@ -326,6 +330,15 @@ def _lse(top, total):
     return jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) * (1 / LOG2E), -jnp.inf)
 
 
+def _row_queries(head, tile, wg, p: Plan):
+    """For each of a warpgroup's 64 rows its query and query head, both `i32[64]`; query -1 for rows that are none."""
+    row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + wg * 64
+    slab, offset = divide(row, p.query_chunk)
+    chunk, member = divide(tile * p.slabs + slab, p.group)
+    query = chunk * p.query_chunk + offset
+    return jnp.where(query < p.queries, query, -1), head * p.group + member
+
+
 def _zero_tail(v_tile, valid, p: Plan):
     """Zeroes the rows of a V tile from `valid` on: their weights are 0, but 0 * NaN is NaN.
 
@@ -342,13 +355,6 @@ def _zero_tail(v_tile, valid, p: Plan):
         plgpu.commit_smem()
 
 
-def _kept_slot(query, tile, wg, p: Plan):
-    """`i32[64]`: for a row that belongs to the chosen query its place in the group, else -1."""
-    row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + wg * 64
-    slab, offset = divide(row, p.query_chunk)
-    chunk, member = divide(tile * p.slabs + slab, p.group)
-    return jnp.where(chunk * p.query_chunk + offset == query, member, -1)
-
-
 def _keep_weights(outs: Parts, batch, head, slot, index, weights, top):
-    mosaic_inline.store_rows(outs.weights.at[batch, head, index], outs.tops.at[batch, head, index], weights, top, slot)
+    mosaic_inline.store_weights(outs.weights.at[batch, head, index], weights, slot)
+    mosaic_inline.store_rows(outs.tops.at[batch, head, index], top, [slot])

@@ -220,7 +220,7 @@ def make_plan(
         keep_weights=keep_weights,
         prefix_sums=prefix_sums,
     )
-    splits = config.splits or _splits(batch * kv_heads * plan.tiles, plan.kv_tiles)
+    splits = config.splits or _splits(plan)
     plan = dataclasses.replace(plan, splits=splits)
     _check(plan)
     return plan
@@ -248,18 +248,27 @@ def _rows(queries: int, group: int, runs: int, config: AttentionConfig) -> tuple
     return min(choices, key=cost)
 
 
-def _splits(programs: int, kv_tiles: int) -> int:
-    """Number of splits that finishes soonest, counting time in KV tiles.
+def _splits(plan: Plan) -> int:
+    """The number of splits that is expected to finish soonest.
 
-    A program costs about three tiles to start and end, and joining partial results about two and a little per split.
+    The times are microseconds fitted to an H200 (docs/kernels.md); only their proportions matter here. What counts is
+    the latency of one program's tiles against the bytes that all of them move, partial results included.
     """
+    heads = plan.batch * plan.kv_heads
+    rows = heads * plan.tiles * plan.rows
+    row_bytes = plan.head_dim * jnp.dtype(plan.dtype).itemsize
+    entry_bytes = 2 * heads * plan.entries * row_bytes
+    per_tile = 1.45 * plan.kv_tile / 128 * row_bytes / 256
 
     def cost(splits):
-        waves = -(-programs * splits // PROCESSORS)
-        merge = 2 + splits / 8 if splits > 1 else 0
-        return waves * (-(-kv_tiles // splits) + 3) + merge
+        waves = -(-heads * plan.tiles * splits // PROCESSORS)
+        latency = waves * -(-plan.kv_tiles // splits) * per_tile + 2.5 * (waves - 1)
+        partial_bytes = 4 * splits * rows * plan.head_dim if splits > 1 else 0
+        traffic = (entry_bytes + partial_bytes / 2) / 4.2e6
+        end = 1.6 + partial_bytes / 6e6 + rows / 8192 if splits > 1 else 0.0
+        return (latency**4 + traffic**4) ** 0.25 + end
 
-    return min(range(1, min(kv_tiles, 64) + 1), key=cost)
+    return min(range(1, min(plan.kv_tiles, 64) + 1), key=cost)
 
 
 def _check(plan: Plan) -> None:

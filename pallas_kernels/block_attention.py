@@ -106,10 +106,18 @@ def block_attention(
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     rows, prefix_lengths = _check_importance(importance, importance_rows, prefix_lengths, b, t, lengths.shape[1])
     chosen = dispatch.select(implementation, lambda: dispatch.block_attention_missing(q, k))
+    results = _run(
+        q, k, v, lengths, layer, rows, prefix_lengths, chosen=chosen, scale=scale, importance=importance, config=config
+    )
+    return AttentionOutput(*results)
 
+
+# A jit of its own, so that a model that calls this once per layer traces and lowers it once.
+@functools.partial(jax.jit, static_argnames=("chosen", "scale", "importance", "config"))
+def _run(q, k, v, lengths, layer, rows, prefix_lengths, *, chosen, scale, importance, config):
     def xla(q, k, v, lengths, layer, rows, prefix_lengths):
         if rows is not None and rows.dtype != jnp.bool_:
-            rows = jnp.arange(t)[None, :] == rows[:, None]
+            rows = jnp.arange(q.shape[1])[None] == rows[:, None]
         return attention_xla.attention_xla(
             q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance
         )
@@ -121,7 +129,7 @@ def block_attention(
             q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance, config=config
         )
 
-    return AttentionOutput(*dispatch.run(chosen, mosaic_gpu, xla, q, k, v, lengths, layer, rows, prefix_lengths))
+    return dispatch.run(chosen, mosaic_gpu, xla, q, k, v, lengths, layer, rows, prefix_lengths)
 
 
 def _check(q, k, v, lengths, layer):

@@ -20,11 +20,10 @@ from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED,
 KERNEL_NAME = "block_attention_importance"
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 2  # compute warpgroups
+WARPGROUPS = 3  # compute warpgroups; three hide each other's exponentials, and their registers just suffice
 ENTRIES = 64 * WARPGROUPS  # KV entries per step, 64 for each
-MAX_TILES = 4  # tiles of query rows held in shared memory at once; more are further launches
+MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
 MAX_STAGES = 4
-MAX_CHUNK = 16  # steps per program
 
 
 def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan, *, scale: float, reduce: str):
@@ -52,11 +51,11 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
 
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):
-    """`f32[B, K, N rounded up to whole steps]`: the given tiles of query rows against all entries."""
+    """`f32[B, K, N rounded up to 64]`: the given tiles of query rows against all entries."""
+    padded = -(-p.entries // 64) * 64
     steps = -(-p.entries // ENTRIES)
     heads = p.batch * p.kv_heads
-    # About two waves of programs: enough to fill the card, few enough to spread the cost of starting one.
-    chunk = max(1, min(MAX_CHUNK, -(-steps * heads // (2 * PROCESSORS))))
+    chunk = _chunk(steps, heads)
     row_bytes = p.head_dim * jnp.dtype(p.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - len(tiles) * p.rows * row_bytes
     stages = max(2, min(chunk, MAX_STAGES, room // (ENTRIES * row_bytes)))
@@ -75,10 +74,11 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         limit = jnp.clip(ins["lengths"][batch, 0], 0, p.entries)
         if prefix_lengths is not None:
             limit = jnp.clip(ins["prefix_lengths"][batch], 0, limit)
-        # Chunks run backwards: the entries that the attention read last are the ones that may still be in the L2.
-        first = (-(-steps // chunk) - 1 - lax.axis_index("chunk")) * chunk
+        first = lax.axis_index("chunk") * chunk
         last = jnp.minimum(first + chunk, steps)
         seen = jnp.clip(divide(limit + ENTRIES - 1, ENTRIES)[0], first, last)
+        # The steps [first, seen) run from the end: what the attention read last may still be in the L2.
+        mirror = first + seen - 1
 
         def per_entry(value):
             return plgpu.layout_cast(jnp.full((64,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -87,8 +87,16 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             ref = ins["bias"].at[batch, head, tile]
             return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
+        def write(index, values):
+            start = index * ENTRIES + wg * 64
+
+            @pl.when(start < padded)
+            def _():
+                out_ref[batch, head, pl.ds(start, 64)] = values
+
         @pl.when(wg < WARPGROUPS)
         def _compute():
+            plgpu.set_max_registers(152, action="increase")
             # One tile's bias stays in registers; those of several would not fit and are read again, from the L1.
             held = load_bias(tiles[0]) if len(tiles) == 1 else None
             row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -113,17 +121,16 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                         result = jnp.maximum(result, weights.max(axis=1))
                     else:
                         result += weights.sum(axis=1)
-                start = index * ENTRIES + wg * 64
-                out_ref[batch, head, pl.ds(start, 64)] = jnp.where(row < limit - start, result, 0.0)
+                index = mirror - index
+                write(index, jnp.where(row < limit - index * ENTRIES - wg * 64, result, 0.0))
 
             def clear(index, _):
-                out_ref[batch, head, pl.ds(index * ENTRIES + wg * 64, 64)] = per_entry(0.0)
+                write(index, per_entry(0.0))
 
             lax.fori_loop(first, seen, step, None)
             lax.fori_loop(seen, last, clear, None)
 
-        @pl.when((wg == WARPGROUPS) & (first < seen))
-        def _copy():
+        def _load_all():
             for i, tile in enumerate(tiles):
                 for part in range(p.warpgroups):
                     for rows, where, _ in slabs(p, batch, head, jnp.int32(tile), jnp.int32(part)):
@@ -132,7 +139,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
 
             def load(index, wait):
                 slot = divide(index - first, stages)[1]
-                where = (batch, head, pl.ds(index * ENTRIES, ENTRIES))
+                where = (batch, head, pl.ds((mirror - index) * ENTRIES, ENTRIES))
                 where = where if layer is None else (ins["layer"][0], *where)
                 if wait:
                     plgpu.barrier_wait(k_free.at[slot])
@@ -142,10 +149,15 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             pl.loop(first, filled)(functools.partial(load, wait=False))
             pl.loop(filled, seen)(functools.partial(load, wait=True))
 
+        @pl.when(wg == WARPGROUPS)
+        def _copy():
+            plgpu.set_max_registers(40, action="decrease")
+            pl.when(first < seen)(_load_all)
+
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.batch, p.kv_heads, steps * ENTRIES), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.batch, p.kv_heads, padded), jnp.float32),
         grid=(-(-steps // chunk), heads),
         grid_names=("chunk", "head"),
         num_threads=WARPGROUPS + 1,
@@ -160,3 +172,12 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,
     )(*used_inputs)
+
+
+def _chunk(steps: int, heads: int) -> int:
+    """Steps per program with which the last program ends soonest; starting one costs about two steps."""
+
+    def cost(chunk):
+        return -(-(-(-steps // chunk) * heads) // PROCESSORS) * (chunk + 2)
+
+    return min(range(1, steps + 1), key=cost)
