@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import common
-from pallas_kernels import gather_rows, host_memory, scatter_rows
+from pallas_kernels import gather_rows, host_memory, scatter_rows, write_block
 
 Array = jax.Array
 
@@ -150,13 +150,16 @@ def _scatter_rows(quick: bool, on_gpu: bool, bandwidth: float) -> list[dict]:
     positions = jnp.arange(batch, dtype=jnp.int32) * (length // batch) + 3
     blocks = [jax.random.normal(jax.random.key(i), (layers, batch, heads, block, 128), jnp.bfloat16) for i in range(2)]
     nbytes = 2 * blocks[0].nbytes
-    forms = [("device", "xla"), ("pinned_host", "xla")]
+    forms = [("device", "xla"), ("pinned_host", "xla"), ("pinned_host", "write_block")]
     for memory, implementation in [("device", "mosaic_gpu"), *forms] if on_gpu else forms:
         caches = [
             jax.device_put(jnp.zeros((layers, batch, heads, length, 128), jnp.bfloat16), _memory(memory))
             for _ in range(2)
         ]
-        write = jax.jit(functools.partial(scatter_rows, implementation=implementation), donate_argnums=(3, 4))
+        if implementation == "write_block":
+            write = write_block
+        else:
+            write = jax.jit(functools.partial(scatter_rows, implementation=implementation), donate_argnums=(3, 4))
         seconds = []
         for _ in range(8):  # in place: each call eats its caches, so the profiler's repeats do not apply
             address = caches[0].unsafe_buffer_pointer()
@@ -171,7 +174,7 @@ def _scatter_rows(quick: bool, on_gpu: bool, bandwidth: float) -> list[dict]:
             if not np.array_equal(got.view(np.uint16), np.asarray(blocks[0][:, b]).view(np.uint16)):
                 raise AssertionError("the cache does not hold the block")
         median = float(np.median(seconds[2:]))
-        detail = {"bytes": nbytes, "gb_s": nbytes / median / 1e9, "how": "wall"}
+        detail: dict[str, Any] = {"bytes": nbytes, "gb_s": nbytes / median / 1e9, "how": "wall"}
         if memory == "device":
             detail["floor_us"] = 2 * nbytes / bandwidth * 1e6
         out.append(common.row(f"scatter/{memory}/{implementation}/us", median * 1e6, "us", detail=detail))
