@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and the list of tensors.
 
 Read directly, because the `gguf` package's reader makes several numpy views per string: 3.8 s of processor time for
-SmolLM2's vocabulary against 0.13 s. Our tests compare the two. What the numbers of a tensor mean is still that package's
-business (`gguf.GGML_QUANT_SIZES`, `gguf.quants`). The format is llama.cpp's, versions 2 and 3, little-endian.
+SmolLM2's vocabulary against 0.13 s. Our tests compare the two. What the numbers of a tensor mean is still that
+package's business (`gguf.GGML_QUANT_SIZES`, `gguf.quants`). The format is llama.cpp's, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations

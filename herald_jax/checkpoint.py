@@ -312,9 +312,9 @@ def load_checkpoint(
         )
         for name, spec in specs.items()
     }
-    # Host memory is bounded by what may be in flight at once: a few GB, and never less than the largest leaf.
+    # Host memory beside the parameters is what may be in flight: 1 GB, or enough for the largest leaf.
     largest = max(math.prod(spec.shape) * 4 for spec in specs.values())
-    concurrent_gb = max(2, math.ceil(1.5 * largest / 1e9))
+    concurrent_gb = max(1, math.ceil(1.5 * largest / 1e9))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=concurrent_gb)) as checkpointer:
         try:
             params = checkpointer.restore(
