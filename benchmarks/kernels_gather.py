@@ -156,9 +156,8 @@ def _scatter_rows(quick: bool, on_gpu: bool, bandwidth: float) -> list[dict]:
             jax.device_put(jnp.zeros((layers, batch, heads, length, 128), jnp.bfloat16), _memory(memory))
             for _ in range(2)
         ]
-        if implementation == "write_block":
-            write = write_block
-        else:
+        write: Callable[..., Any] = write_block
+        if implementation != "write_block":
             write = jax.jit(functools.partial(scatter_rows, implementation=implementation), donate_argnums=(3, 4))
         seconds = []
         for _ in range(8):  # in place: each call eats its caches, so the profiler's repeats do not apply
