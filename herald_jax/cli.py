@@ -121,8 +121,18 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", choices=POLICIES, default="threshold", help="which positions a step reveals (default %(default)s)"
     )
     group.add_argument("--steps", type=int, metavar="N", help="denoising steps per block (default: one per position)")
-    group.add_argument("--threshold", type=float, metavar="P", help="confidence that reveals a position (default 0.9)")
-    group.add_argument("--entropy-bound", type=float, metavar="NATS", help="summed entropy of a step (default 0.35)")
+    group.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help=f"confidence that reveals a position (default {denoise.Threshold().threshold})",
+    )
+    group.add_argument(
+        "--entropy-bound",
+        type=float,
+        metavar="NATS",
+        help=f"summed entropy of a step (default {denoise.EntropyBound().bound})",
+    )
     group.add_argument(
         "--temperature", type=float, default=defaults.temperature, metavar="T", help="0, the default, is greedy"
     )
