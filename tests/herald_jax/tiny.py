@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from herald_jax.config import DiffusionContract, ModelConfig, RopeConfig
 from herald_jax.loading import Model
 from herald_jax.model import flatten, init_params, unflatten
 
+# Ids of every form below.
 MASK = 95
+STOP = 65  # a token that the random models like to write
 
 # SDAR: Qwen3 with per-head norms, untied; same-position logits, all-masked canvas.
 SDAR = ModelConfig(
@@ -43,6 +46,7 @@ SDAR = ModelConfig(
         mask_token_id=MASK,
         logit_alignment="same",
         first_canvas="all_masked",
+        stop_token_ids=(STOP,),
     ),
 )
 
@@ -60,6 +64,7 @@ FAST_DLLM = dataclasses.replace(
         mask_token_id=MASK,
         logit_alignment="shifted",
         first_canvas="seed_and_masks",
+        stop_token_ids=(STOP,),
     ),
 )
 
@@ -75,6 +80,7 @@ LLAMA = dataclasses.replace(
         mask_token_id=None,
         logit_alignment="shifted",
         first_canvas="seed_and_masks",
+        stop_token_ids=(STOP,),
         seed_rule="sample",
     ),
 )
@@ -106,3 +112,15 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random prompts without the mask token."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, MASK, size=length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Compile without most optimisations: half the time, for tests of what is computed and not of how.
+
+    Import it and write `pytestmark = pytest.mark.usefixtures("quick_compilation")`.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
