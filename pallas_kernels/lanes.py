@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm, nvvm
 
@@ -239,6 +241,29 @@ class Lanes:
         return llvm.inline_asm(result, [v.ir for v in operands], code, constraints, has_side_effects=True)
 
 
+# In a shard_map that tracks which mesh axes a value varies over, Pallas takes arrays that vary but no such references.
+# This primitive drops the mark from what becomes a reference; `launch` sets it again on all that comes back.
+_unmarked_p = Primitive("herald_unmark_varying")
+
+
+@_unmarked_p.def_abstract_eval
+def _unmarked_abstract_eval(aval: Any) -> Any:
+    return aval.update(manual_axis_type=type(aval.manual_axis_type)())
+
+
+def _unmarked_lowering(ctx: Any, x: Any) -> list[Any]:
+    del ctx
+    return [x]
+
+
+mlir.register_lowering(_unmarked_p, _unmarked_lowering)
+
+
+def _varying(x: jax.Array) -> frozenset[Any]:
+    """The mesh axes that ``x`` varies over, as far as the shard_map around it tracks them."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
 def launch(
     kernel: Callable[..., None],
     *,
@@ -265,7 +290,8 @@ def launch(
     """
     if threads % 128 or not 0 < threads <= 1024:
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
-    refs = [jax.new_ref(x) for x in updated]
+    varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
+    refs = [jax.new_ref(_unmarked_p.bind(x) if _varying(x) else x) for x in updated]
 
     def body(*args: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
@@ -286,4 +312,5 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name=name,
     )(*inputs, *refs)
-    return [jax.freeze(ref) for ref in refs] + list(made)
+    results = [jax.freeze(ref) for ref in refs] + list(made)
+    return [jax.lax.pcast(x, tuple(varying), to="varying") for x in results] if varying else results

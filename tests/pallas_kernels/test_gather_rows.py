@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from pallas_kernels import gather_kernel, lanes_numpy
 from pallas_kernels.gather_kernel import GatherConfig
 from pallas_kernels.gather_rows import _write_block, gather_rows, scatter_rows, write_block
+from pallas_kernels.topk import select_topk
 
 L, B, K, N, D, S = 3, 2, 2, 37, 24, 19
 
@@ -335,6 +336,35 @@ def test_gather_lowers_for_an_h100_in_place(implementation, with_dst, with_layer
     assert text.count("custom_call @mosaic_gpu") == 1
     assert text.count("tf.aliasing_output") == 2
     assert text.count("output_operand_alias<") == 2
+
+
+@needs_mosaic
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+def test_lowers_for_h100s_under_shard_map(implementation, check_vma):
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
+    heads = PartitionSpec(None, None, "x")
+
+    def f(k, v, indices, k_pool, v_pool, block, positions, importance):
+        pools = gather_rows(k, v, indices, k_pool, v_pool, implementation=implementation)
+        caches = scatter_rows(block, block, positions, k, v, implementation=implementation)
+        return pools, caches, select_topk(importance, 5, 9, implementation=implementation)
+
+    sharded = jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=(*(heads,) * 6, PartitionSpec(), heads),
+        out_specs=((heads, heads), (heads, heads), heads),
+        check_vma=check_vma,
+    )
+    kv, pool, block = (jax.ShapeDtypeStruct((L, B, K, n, 128), jnp.bfloat16) for n in (N, S, 5))
+    indices, positions = jax.ShapeDtypeStruct((L, B, K, 7), jnp.int32), jax.ShapeDtypeStruct((B,), jnp.int32)
+    arguments = (kv, kv, indices, pool, pool, block, positions, jax.ShapeDtypeStruct((L, B, K, N), jnp.float32))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(sharded, donate_argnums=(3, 4)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert text.count("tf.aliasing_output") == 2
 
 
 @needs_mosaic
