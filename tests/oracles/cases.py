@@ -35,11 +35,10 @@ class Policy:
         """How many positions step `step` (from 0) is planned to reveal: the remainder goes to the first steps.
 
         The published schedules end with the block. Confined to small blocks, a block can take more steps than planned:
-        then it goes on at the largest share.
+        then it goes on without the remainder.
         """
-        steps = self.steps or block_length
-        base, extra = divmod(block_length, steps)
-        return base + (1 if step < extra or (step >= steps and extra) else 0)
+        base, extra = divmod(block_length, self.steps or block_length)
+        return base + (1 if step < extra else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +88,7 @@ CASES: tuple[Case, ...] = (
     Case("sdar-4/mask-in-prompt", "sdar", 4, 4, Policy(DYNAMIC, threshold=0.6), _4_TYPED, 14, mask_in_prompt=True),
     Case("sdar-4/stop", "sdar", 4, 4, Policy(DYNAMIC, threshold=0.6), _4, 22, stops=1),
     Case("sdar-tied-4/threshold-0.8", "sdar-tied", 4, 4, Policy(DYNAMIC, threshold=0.8), _4, 14),
+    Case("sdar-4/long", "sdar", 4, 4, Policy(DYNAMIC, threshold=0.6), (2, 131), 301),
     # SDAR, the longer blocks of its -b8 to -b64 checkpoints
     Case("sdar-8/static-3", "sdar", 8, 8, Policy(STATIC, 3), _8, 20),
     Case("sdar-8/threshold-0.8-of-4", "sdar", 8, 8, Policy(DYNAMIC, 4, threshold=0.8), _8, 20),
@@ -105,10 +105,11 @@ CASES: tuple[Case, ...] = (
     Case(
         "fdv2-8/mask-in-prompt", "fast-dllm-v2", 8, 4, Policy(DYNAMIC, threshold=0.6), _8_TYPED, 20, mask_in_prompt=True
     ),
+    Case("fdv2-8/long-cache", "fast-dllm-v2", 8, 4, Policy(DYNAMIC, threshold=0.6), (129, 3), 301, True),
     # Fast-dLLM v2, block 32 of four small blocks as published
     Case("fdv2-32/threshold-0.9", "fast-dllm-v2", 32, 8, Policy(DYNAMIC, threshold=0.9), _32, 40),
     Case("fdv2-32/threshold-0.7-cache", "fast-dllm-v2", 32, 8, Policy(DYNAMIC, threshold=0.7), _32, 40, True),
-    Case("fdv2-32/static-12", "fast-dllm-v2", 32, 8, Policy(STATIC, 12), _32, 40),
+    Case("fdv2-32/static-6", "fast-dllm-v2", 32, 8, Policy(STATIC, 6), _32, 40),
     Case("fdv2-32/entropy-2.5-cache", "fast-dllm-v2", 32, 8, Policy(ENTROPY, bound=2.5), _32, 40, True),
     Case("fdv2-32/sequential-16", "fast-dllm-v2", 32, 8, Policy(ORDER, 16), _32, 40),
 )
