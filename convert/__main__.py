@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -150,7 +150,7 @@ def _print_mapping(found: Inspection) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupt():  # type: ignore[no-untyped-def]
+def _terminated_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 

@@ -55,9 +55,11 @@ class Source(Protocol):
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows `start:stop` of a tensor, in `tensors[name].dtype`."""
+        ...
 
     def close(self) -> None:
         """Release file handles and temporary files."""
+        ...
 
 
 def slabs(source: Source, name: str, rows: int) -> Iterator[np.ndarray]:

@@ -297,17 +297,13 @@ def load_checkpoint(
     manifest = read_manifest(path)
     config = manifest.config if dtype is None else dataclasses.replace(manifest.config, dtype=dtype)  # type: ignore[arg-type]
     specs = param_specs(config)
-    if sharding_for is None:
-        single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-        def sharding_for(path: str, spec: ParamSpec) -> jax.sharding.Sharding:
-            return single
-
+    single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    place = sharding_for or (lambda path, spec: single)
     restore_args = {
         name: ocp.ArrayRestoreArgs(
             restore_type=jax.Array,
             dtype=np.dtype(spec.dtype),
-            sharding=sharding_for(name, spec),
+            sharding=place(name, spec),
             global_shape=spec.shape,
         )
         for name, spec in specs.items()

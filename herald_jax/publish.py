@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -102,7 +103,10 @@ def _work_prefix(path: Path) -> str:
 
 def _remove_leftovers(path: Path) -> None:
     """Delete what earlier, dead runs left beside `path`; a live one holds its lock and stops this run."""
-    for entry in sorted(path.parent.glob(_work_prefix(path) + "*")):
+    # The whole name must be ours: "a" has no claim on what belongs to a destination called "a.partial-b".
+    ours = re.compile(re.escape(_work_prefix(path)) + r"[a-z0-9_]{8}")
+    entries = path.parent.iterdir() if path.parent.is_dir() else ()
+    for entry in sorted(entry for entry in entries if ours.fullmatch(entry.name)):
         if (entry / "replaced").is_dir() and not path.exists():
             # The earlier run died between the two renames of a replacement: put the old checkpoint back.
             os.rename(entry / "replaced", path)

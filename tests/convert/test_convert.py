@@ -23,6 +23,7 @@ from herald_jax.hf_config import Overrides, read_hf_config
 from herald_jax.model import flatten
 from tests.convert.checkpoints import CONFIG, FAST_DLLM, SDAR, config_without, tensors, write, write_safetensors
 from tests.convert.make_fixtures import DATA, FIXTURES, tokens
+from tests.herald_jax.test_hf_config import FAST_DLLM_7B, SDAR_4B
 
 ROOT = Path(__file__).parents[2]
 QWEN2 = config_without(architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True)
@@ -248,6 +249,25 @@ def test_doubly_matched_and_doubly_set(tmp_path: Path) -> None:
     assert found.problems[0] == "norm/scale (all) is set by both model.final_norm.weight and model.norm.weight"
     found = plan(config, {}, tuple(rule for rule in RULES["qwen3"] if rule is not norm))
     assert "no rule fills norm/scale (all)" in found.problems
+
+
+@pytest.mark.parametrize(
+    ("published", "count"), [(SDAR_4B, 399), (FAST_DLLM_7B, 339)], ids=["SDAR-4B", "Fast_dLLM_v2_7B"]
+)
+def test_published_checkpoints_map_completely(tmp_path: Path, published: dict[str, Any], count: int) -> None:
+    """Names as published (SDAR-4B's index lists these 399), shapes by the published dimensions; no weights needed."""
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = read_hf_config(tmp_path).config
+    small = tensors({"head_dim": 2, **published, "vocab_size": 3, "hidden_size": 2, "intermediate_size": 5})
+    shapes = {rule.pattern: rule.transform.shape(config) for rule in RULES[config.family] if rule.transform}
+    listed = {}
+    for name in small:
+        layer = re.sub(r"layers\.\d+", "layers.{layer}", name)
+        listed[name] = dataclasses.replace(infos([name])[name], shape=shapes[layer])
+    assert len(listed) == count
+    found = plan(config, listed)
+    assert found.problems == []
+    assert sum(len(leaf.sources) for leaf in found.leaves.values()) == count
 
 
 def test_rules_match_whole_names_only() -> None:

@@ -209,6 +209,16 @@ def test_kill_9_leaves_nothing_that_looks_complete_and_rerunning_works(tmp_path:
     load_checkpoint(target)
 
 
+def test_leftovers_are_told_from_other_things(tmp_path: Path) -> None:
+    """Names with glob characters, and a destination whose own work looks like ours."""
+    target = tmp_path / "model[1]"
+    (tmp_path / ".model[1].partial-deadbeef").mkdir()
+    (tmp_path / ".model[1].partial-x.partial-deadbeef").mkdir()
+    (tmp_path / ".model1.partial-deadbeef").mkdir()
+    save_checkpoint(target, CONFIG, unflatten(params()))
+    assert leftovers(tmp_path) == [".model1.partial-deadbeef", ".model[1].partial-x.partial-deadbeef", "model[1]"]
+
+
 def test_a_running_conversion_is_not_disturbed(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "model"):
         with pytest.raises(CheckpointError, match="another conversion is writing"):
@@ -233,7 +243,7 @@ def test_force_replaces_only_once_the_new_one_is_complete(saved: Path) -> None:
 
 
 def test_a_replacement_that_died_between_its_renames_is_undone(saved: Path) -> None:
-    aside = saved.parent / ".model.partial-abc"
+    aside = saved.parent / ".model.partial-abcdefgh"
     aside.mkdir()
     saved.rename(aside / "replaced")
     with pytest.raises(CheckpointError, match="already holds a checkpoint"), CheckpointWriter(saved) as writer:

@@ -163,6 +163,12 @@ def test_a_causal_model_is_the_ar_limit(tmp_path: Path) -> None:
     )
 
 
+def test_an_unstated_tie_is_supplied_and_noted(tmp_path: Path) -> None:
+    found = read(tmp_path, config_without("tie_word_embeddings"))
+    assert not found.config.tie_word_embeddings
+    assert found.notes[0] == "tie_word_embeddings false supplied by family qwen3: config.json does not state it"
+
+
 def test_both_spellings_are_the_same_config(tmp_path: Path) -> None:
     old = read(tmp_path, CONFIG).config
     new = config_without(
