@@ -176,16 +176,16 @@ def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
 before = peak()
 report = convert(sys.argv[1], sys.argv[2])
-print(report.seconds, before * 1024, peak() * 1024)
+print(report.seconds, before * 1024, peak() * 1024, time.process_time())
 """
 
 
-def convert_in_child(source: Path, target: Path) -> tuple[float, int, int]:
-    """Convert in a new process. Returns seconds, and peak resident bytes before (imports alone) and after."""
+def convert_in_child(source: Path, target: Path) -> tuple[float, int, int, float]:
+    """Convert in a new process. Returns seconds, peak resident bytes before (imports alone) and after, CPU seconds."""
     command = [sys.executable, "-c", _CHILD, str(source), str(target)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    seconds, before, after = done.stdout.split()
-    return float(seconds), int(before), int(after)
+    seconds, before, after, cpu = done.stdout.split()
+    return float(seconds), int(before), int(after), float(cpu)
 
 
 def measure(name: str, shape: Shape, folder: Path) -> dict[str, Any]:
@@ -196,13 +196,16 @@ def measure(name: str, shape: Shape, folder: Path) -> dict[str, Any]:
         read, write = read_seconds(work / "hf"), write_seconds(work / "floor", min(size, 4_000_000_000))
         write *= size / min(size, 4_000_000_000)
         _drop_from_cache(work / "hf")
-        seconds, before, peak = convert_in_child(work / "hf", work / "out")
+        load = os.getloadavg()[0]
+        seconds, before, peak, cpu = convert_in_child(work / "hf", work / "out")
         return {
             "name": name,
             "bytes": size,
             "peak": peak,
             "imports": before,
             "seconds": seconds,
+            "cpu_seconds": cpu,
+            "load": load,
             "read_seconds": read,
             "write_seconds": write,
             "largest_tensor": max(2 * int(np.prod(dims)) for _, dims in shape.tensors()),
@@ -222,6 +225,8 @@ def rows_of(points: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]]) ->
             "largest_tensor_gb": p["largest_tensor"] / 1e9,
             "seconds": p["seconds"],
             "mb_per_s": p["bytes"] / p["seconds"] / 1e6,
+            "cpu_seconds": p["cpu_seconds"],
+            "load_average_before": p["load"],
             "disk_reads_it_in_s": p["read_seconds"],
             "disk_writes_it_in_s": p["write_seconds"],
         }
@@ -274,15 +279,16 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of the measured sizes and the slope."""
     lines = [
-        "| checkpoint | peak memory | conversion | rate | the disk alone: read | write |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| checkpoint | peak memory | conversion | rate | processor time | the disk alone: read | write | load |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         if r["id"].endswith("/peak_rss"):
             d = r["detail"]
             lines.append(
                 f"| {d['checkpoint_gb']:.2f} GB | {r['value']:.2f} GB | {d['seconds']:.1f} s "
-                f"| {d['mb_per_s']:.0f} MB/s | {d['disk_reads_it_in_s']:.1f} s | {d['disk_writes_it_in_s']:.1f} s |"
+                f"| {d['mb_per_s']:.0f} MB/s | {d['cpu_seconds']:.1f} s | {d['disk_reads_it_in_s']:.1f} s "
+                f"| {d['disk_writes_it_in_s']:.1f} s | {d['load_average_before']:.0f} |"
             )
     by_id = {r["id"]: r for r in rows}
     slope = by_id["memory/slope"]
