@@ -50,6 +50,11 @@ class DeviceKV:
         return cls(zeros(), zeros())
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["start", "visible", "keep"],
+    meta_fields=["mesh", "implementation"],
+)
 @dataclasses.dataclass(frozen=True)
 class DenseAttend:
     """The dense plan's `attend`: write the block's K and V behind the prefix, then attend to all that is visible.
@@ -68,18 +73,24 @@ class DenseAttend:
     mesh: Mesh | None = None
     implementation: Any = None
 
+    def at(self, layer: int) -> DenseAttend:
+        """The same for every layer."""
+        return self
+
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: DeviceKV
+        self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: DeviceKV
     ) -> tuple[jax.Array, DeviceKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
-        local = functools.partial(_write_and_attend, layer, self.implementation)
-        args = (q, k, v, cache.k, cache.v, self.start, self.visible, self.keep)
+        local = functools.partial(_write_and_attend, self.implementation)
+        args = (jnp.asarray(layer, jnp.int32), q, k, v, cache.k, cache.v, self.start, self.visible, self.keep)
         if self.mesh is not None:
             row = P("data") if self.start.ndim else P()
             keep = None if self.keep is None else P("data", None)
             heads = P("data", None, "model", None)
+            queries = P("data", None, "model", None, None)
             in_specs = (
-                P("data", None, "model", None, None),
+                P(),
+                queries,
                 heads,
                 heads,
                 CACHE_SPEC,
@@ -88,15 +99,15 @@ class DenseAttend:
                 P("data", None),
                 keep,
             )
-            out_specs = (in_specs[0], CACHE_SPEC, CACHE_SPEC)
+            out_specs = (queries, CACHE_SPEC, CACHE_SPEC)
             local = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         out, new_k, new_v = local(*args)
         return out, DeviceKV(new_k, new_v)
 
 
 def _write_and_attend(
-    layer: int,
     implementation: Any,
+    layer: jax.Array,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -114,7 +125,7 @@ def _write_and_attend(
     return result.out.reshape(q.shape), cache_k, cache_v
 
 
-def write(cache: jax.Array, layer: int, new: jax.Array, start: jax.Array, keep: jax.Array | None = None) -> jax.Array:
+def write(cache: jax.Array, layer: Any, new: jax.Array, start: jax.Array, keep: jax.Array | None = None) -> jax.Array:
     """`new` `[B, T, K, D]` into slots `start[b] .. start[b] + T` of one layer of `[L, B, K, N, D]`, in place under jit.
 
     The slots must lie inside the cache; `generate` sizes it so that even a finished row's do.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from herald_jax.config import ModelConfig
 from herald_jax.plans import Mage
 from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
 
+Role = Literal["dense", "sparse", "reuse"]
 _HEADS = P("data", "model", None)
 
 
@@ -75,7 +76,7 @@ def _specs(kv: MageKV) -> MageKV:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["prefix", "visible", "rows"],
-    meta_fields=["plan", "sparse", "mesh", "implementation"],
+    meta_fields=["plan", "sparse", "mesh", "implementation", "role"],
 )
 @dataclasses.dataclass(frozen=True)
 class MageAttend:
@@ -87,6 +88,8 @@ class MageAttend:
       rows: the queries that select, from `select.query_rows`.
       plan: what to select.
       sparse: False for the selecting forward (exact attention; fills the pool), True for the later ones.
+      role: of the layer: "dense" always attends to everything, "sparse" selects, "reuse" takes the selection of the
+        layer below ("tidal").
     """
 
     prefix: jax.Array
@@ -96,28 +99,42 @@ class MageAttend:
     sparse: bool
     mesh: Mesh | None = None
     implementation: Any = None
+    role: Role = "sparse"
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+    def at(self, layer: int) -> MageAttend:
+        """With the layer's part in the plan: all layers of one part share one trace."""
+        plan = self.plan
+        if layer < plan.dense_layers:
+            role: Role = "dense"
+        elif plan.selector == "tidal" and layer != plan.dense_layers and layer not in (plan.reselect_layers or ()):
+            role = "reuse"
+        else:
+            role = "sparse"
+        return dataclasses.replace(self, role=role)
+
+    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
 
-        def local(q: Any, k: Any, v: Any, cache: MageKV, prefix: Any, visible: Any, rows: Any) -> Any:
+        def local(layer: Any, q: Any, k: Any, v: Any, cache: MageKV, prefix: Any, visible: Any, rows: Any) -> Any:
             here = dataclasses.replace(self, prefix=prefix, visible=visible, rows=rows)
             return here._local(layer, q, k, v, cache)
 
-        args = (q, k, v, cache, self.prefix, self.visible, self.rows)
+        args = (jnp.asarray(layer, jnp.int32), q, k, v, cache, self.prefix, self.visible, self.rows)
         if self.mesh is None:
             return local(*args)
         heads = P("data", None, "model", None)
         queries = P("data", None, "model", None, None)
         rows = P("data", *(None,) * (self.rows.ndim - 1))
-        in_specs = (queries, heads, heads, _specs(cache), P("data"), P("data", None), rows)
+        in_specs = (P(), queries, heads, heads, _specs(cache), P("data"), P("data", None), rows)
         out_specs = (queries, _specs(cache))
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
-    def _local(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+    def _local(
+        self, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV
+    ) -> tuple[jax.Array, MageKV]:
         b, t, kv_heads, group, d = q.shape
         folded = q.reshape(b, t, kv_heads * group, d)
-        dense = layer < self.plan.dense_layers
+        dense = self.role == "dense"
         if not self.sparse or dense:
             full = DeviceKV(write(cache.full.k, layer, k, self.prefix), write(cache.full.v, layer, v, self.prefix))
             cache = dataclasses.replace(cache, full=full)
@@ -136,10 +153,10 @@ class MageAttend:
             out = self._attention(folded, cache.full, self.visible, layer).out
         return out.reshape(q.shape), cache
 
-    def _attention(self, q: jax.Array, kv: DeviceKV, visible: jax.Array, layer: int, **importance: Any) -> Any:
+    def _attention(self, q: jax.Array, kv: DeviceKV, visible: jax.Array, layer: jax.Array, **importance: Any) -> Any:
         return block_attention(q, kv.k, kv.v, visible, layer=layer, implementation=self.implementation, **importance)
 
-    def _select(self, layer: int, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+    def _select(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
         """Exact attention of one sparse layer, and its selection: into the pool, or into votes when layers share."""
         plan, prefix = self.plan, self.prefix
         full, t = cache.full, q.shape[1]
@@ -159,8 +176,7 @@ class MageAttend:
             )
             return out, cache
 
-        attends = plan.selector in ("mage", "oracle") or (plan.selector == "tidal" and self._reselects(layer))
-        if attends:
+        if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
             prefix_only = plan.normalise == "prefix"
             result = self._attention(
                 q,
@@ -197,7 +213,7 @@ class MageAttend:
             return sparse._over_pool(layer, q, cache)
         return out, cache
 
-    def _over_pool(self, layer: int, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+    def _over_pool(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
         """Attention of `q` over the pool after copying the block's entries behind the selected ones."""
         t = q.shape[1]
 
@@ -212,10 +228,6 @@ class MageAttend:
         )
         seen = jnp.where(self.visible > 0, start[:, None] + t, 0)
         return self._attention(q, pool, seen, layer).out, dataclasses.replace(cache, pool=pool)
-
-    def _reselects(self, layer: int) -> bool:
-        layers = self.plan.reselect_layers
-        return layer == self.plan.dense_layers or (layers is not None and layer in layers)
 
 
 def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:

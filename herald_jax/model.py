@@ -28,9 +28,13 @@ Cache = TypeVar("Cache")
 
 
 class Attend(Protocol):
-    """`attend(layer, q, k, v, cache) -> (out, cache)`; q, out `[B, T, K, G, D]`; k, v `[B, T, K, D]`; rotated."""
+    """`attend(layer, q, k, v, cache) -> (out, cache)`; q, out `[B, T, K, G, D]`; k, v `[B, T, K, D]`; rotated.
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
+    A pytree that also has `at(layer) -> Attend`, giving what is static about a layer, is traced once for all layers it
+    is the same for; `layer` is then a traced i32 scalar. Any other callable is called layer by layer, with an int.
+    """
+
+    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +99,7 @@ class _Attention(nnx.Module):
         self.out = _Linear("btkgd,kgde->bte", shape, axes, dtype, bias_axes=1 if c.out_bias else 0)
 
     def __call__(
-        self, layer: int, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+        self, layer: Any, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[jax.Array, Any]:
         qkv = self.qkv(x)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -122,6 +126,31 @@ class _Layer(nnx.Module):
         self.attn = _Attention(config, dtype)
         self.mlp_norm = _RMSNorm(config.hidden_size, "embed", config.rms_norm_eps, dtype)
         self.mlp = _MLP(config, dtype)
+
+    def __call__(
+        self, layer: Any, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        y, cache = self.attn(layer, self.attn_norm(x), angles, attend, cache)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _shared_layer(
+    graph: Any,
+    state: Any,
+    layer: jax.Array,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """One layer as a function of its number.
+
+    Layers are unrolled (a scan over stacked weights copies each layer's slice), but traced and lowered once: lowering a
+    Pallas kernel anew in each of 36 layers took minutes.
+    """
+    return nnx.merge(graph, state)(layer, x, angles, attend, cache)
 
 
 class _Table(nnx.Module):
@@ -159,9 +188,10 @@ class Transformer(nnx.Module):
         x = jnp.take(self.embed.embedding[...], tokens, axis=0)
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
         for i, layer in enumerate(self.layers):
-            y, cache = layer.attn(i, layer.attn_norm(x), angles, attend, cache)
-            x = x + y
-            x = x + layer.mlp(layer.mlp_norm(x))
+            if hasattr(attend, "at"):
+                x, cache = _shared_layer(*nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache)
+            else:
+                x, cache = layer(i, x, angles, attend, cache)
         return self.norm(x), cache
 
     def head_kernel(self) -> jax.Array:

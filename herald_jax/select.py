@@ -9,6 +9,8 @@ P selected entries.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -110,7 +112,7 @@ def page_bounds(plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, prefix:
     return jnp.repeat(score, size, axis=-1)[..., :n]
 
 
-def random_score(layer: int, prefix: jax.Array, first_head: jax.Array | int, heads: int, slots: int) -> jax.Array:
+def random_score(layer: Any, prefix: jax.Array, first_head: jax.Array | int, heads: int, slots: int) -> jax.Array:
     """Uniform noise f32[B, heads, slots], fixed by layer, head and the row's prefix length: another set every block."""
     key = jax.random.fold_in(jax.random.key(0), layer)
 

@@ -1,0 +1,128 @@
+"""MAGE stated once more, in plain Python: one row, float64 selection in loops, attention under written-out masks.
+
+Nothing of `cache`, `mage`, `select`, `block_loop` or the kernels is used; the transformer's layers are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from herald_jax import GenerateConfig, Mage, ModelConfig
+from herald_jax.loading import Model
+from herald_jax.model import bind
+from tests.herald_jax import plain
+
+WIDTH = plain.WIDTH  # prefix entries of the one compiled pass
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _block_pass(config: ModelConfig, params: Any, tokens: Any, start: Any, kept: Any, visible: Any) -> Any:
+    """One forward of a block i32[M] behind `kept`, each layer's (k, v) `[WIDTH, K, D]`, of which `visible[layer]`
+    bool[K, WIDTH] is attended to. Returns logits, the block's own (k, v), and the scores f32[K, G, M, WIDTH + M].
+    """
+    m = tokens.shape[0]
+
+    def attend(layer: int, q: Any, k: Any, v: Any, cache: Any) -> Any:
+        old_k, old_v = kept[layer]
+        keys, values = jnp.concatenate([old_k, k[0]]), jnp.concatenate([old_v, v[0]])
+        scores = jnp.einsum("tkgd,nkd->kgtn", q[0], keys, precision="highest") / np.sqrt(config.head_dim)
+        seen = jnp.concatenate([visible[layer], jnp.ones((visible.shape[1], m), bool)], axis=1)[:, None, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("kgtn,nkd->tkgd", weights, values, precision="highest")
+        return out[None], [*cache, (k[0], v[0], scores)]
+
+    module = bind(config, params)
+    hidden, cache = module(tokens[None], (start + jnp.arange(m))[None], attend, [])
+    return jnp.einsum("te,ve->tv", hidden[0], module.head_kernel(), precision="highest"), cache
+
+
+def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) -> list[set[int]]:
+    """The entries of each KV head, from one layer's scores [K, G, M, WIDTH + M]."""
+    heads, group, m, _ = scores.shape
+    centre = (m - 1) / 2
+    queries = {
+        "all": list(masked),
+        "first": [min(masked)],
+        "last": [max(masked)],
+        "center": [min(masked, key=lambda i: (abs(i - centre), i))],
+    }[plan.query]
+    always = {i for i in range(prefix) if i < plan.sinks or i >= prefix - plan.recent}
+    chosen = []
+    for head in range(heads):
+        shares = []
+        for g in range(group):
+            for i in queries:
+                line = scores[head, g, i].astype(np.float64)
+                line = line[:prefix] if plan.normalise == "prefix" else np.concatenate([line[:prefix], line[WIDTH:]])
+                weight = np.exp(line - line.max()) if len(line) else line
+                shares.append((weight / weight.sum())[:prefix])
+        merged = np.max(shares, axis=0) if plan.reduce == "max" else np.mean(shares, axis=0)
+        if plan.selector == "recent":
+            merged = np.arange(prefix)
+        best = sorted((i for i in range(prefix) if i not in always), key=lambda i: (-merged[i], i))
+        chosen.append(always | set(best[: plan.entries(prefix) - len(always)]))
+    return chosen
+
+
+def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: Mage) -> list[int]:
+    """Greedy new tokens of one prompt, stop tokens ignored; SDAR-form or seeded, without sub-blocks' cache."""
+    config, contract = model.config, model.config.diffusion
+    size, small, hole = contract.block_length, contract.small_block_length, contract.mask_token_id
+    heads, shift = config.num_kv_heads, int(contract.logit_alignment == "shifted")
+    start, end = len(prompt) // size * size, len(prompt) + request.max_new_tokens
+    padded = np.array([*prompt, *[0] * (WIDTH - len(prompt))], np.int32)
+    logits, prefilled = plain._pass(config, model.params, padded, np.ones(WIDTH, bool), None)
+    kept = [tuple(np.array(x[0]) for x in layer) for layer in prefilled]
+    for k, v in kept:
+        k[start:], v[start:] = 0, 0
+    seed = int(np.argmax(np.asarray(logits)[start - 1])) if start else None
+    tokens = list(prompt[:start])
+    known_prompt = list(prompt[start:])
+    while True:
+        canvas: list[int | None] = [*known_prompt, *[None] * (size - len(known_prompt))]
+        known_prompt = []
+        if contract.seeded and canvas[0] is None:
+            canvas[0] = seed
+        everything = np.zeros((config.num_layers, heads, WIDTH), bool)
+        everything[:, :, :start] = True
+        visible, step = everything, 0
+        while True:
+            exact = step < plan.select_at_step
+            ids = np.array([hole if token is None else token for token in canvas], np.int32)
+            mask = everything if exact else visible
+            logits, cache = _block_pass(config, model.params, ids, np.int32(start), kept, mask)
+            masked = [i for i in range(size) if canvas[i] is None]
+            if not masked:
+                break
+            if exact:
+                visible, before = everything.copy(), None
+                for layer in range(plan.dense_layers, config.num_layers):
+                    if plan.selector != "tidal" or before is None:
+                        before = _choose(plan, np.asarray(cache[layer][2]), masked, start)
+                    for head, entries in enumerate(before):
+                        visible[layer, head] = np.isin(np.arange(WIDTH), sorted(entries))
+            low = masked[0] // small * small
+            eligible = [i for i in masked if i < low + small]
+            picks, confidence, entropy = {}, {}, {}
+            for i in eligible:
+                line = np.asarray(logits)[i - shift].astype(np.float64)
+                odds = np.exp(line - line.max()) / np.exp(line - line.max()).sum()
+                picks[i] = int(np.argmax(line))
+                confidence[i] = odds[picks[i]]
+                entropy[i] = -np.sum(odds * np.log(np.maximum(odds, 1e-300)))
+            for i in plain.reveal(request.policy, eligible, confidence, entropy, step, size):
+                canvas[i] = picks[i]
+            step += 1
+            if all(canvas[i] is not None or start + i >= end for i in range(size)) and start + size >= end:
+                return ([*tokens, *canvas][:end])[len(prompt) :]  # type: ignore[return-value]
+        for (k, v), (new_k, new_v, _) in zip(kept, cache, strict=True):
+            k[start : start + size], v[start : start + size] = new_k, new_v
+        tokens += [token for token in canvas if token is not None]
+        seed = int(np.argmax(np.asarray(logits)[-1]))
+        start += size

@@ -1,0 +1,197 @@
+"""The MAGE plan: equal to the dense plan where it chooses everything, to a plain restatement where it does not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import herald_jax
+from herald_jax import BlockEvent, Dense, GenerateConfig, GenerationError, Mage, Threshold, block_loop, select
+from herald_jax.denoise import Sampling, StaticLowConfidence
+from herald_jax.generate import _Run
+from herald_jax.mage import MageKV
+from herald_jax.model import bind
+from tests.herald_jax import plain_mage, tiny
+from tests.herald_jax.tiny import quick_compilation  # noqa: F401
+
+FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in ("sdar", "fast_dllm")}
+LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
+REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=True)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Mage(1.0, dense_layers=1),
+        Mage(1000, dense_layers=0, query="center", select_at_step=2),
+        Mage(1.0, dense_layers=0, allocate="layer_adaptive"),
+        Mage(0.01, dense_layers=0, min_budget=64, selector="oracle"),
+        Mage(1.0, dense_layers=1, selector="quest"),
+        Mage(1.0, dense_layers=0, selector="random"),
+    ],
+    ids=lambda plan: f"{plan.selector}-{plan.allocate}-{plan.query}",
+)
+def test_choosing_everything_is_dense(plan):
+    model = tiny.model(FORMS["sdar"])
+    prompts = tiny.prompts(LENGTHS)
+    dense = herald_jax.generate(model, prompts, REQUEST, Dense())
+    sparse = herald_jax.generate(model, prompts, REQUEST, plan)
+    assert sparse.tokens == dense.tokens
+    assert sparse.stats.sparse_blocks == dense.stats.sparse_blocks == 0
+    assert dense.stats.exact_forwards == 0
+    assert sparse.stats.forwards == dense.stats.forwards
+
+
+PLANS = [
+    ("sdar", Mage(0.2, dense_layers=1, min_budget=2)),
+    (
+        "sdar",
+        Mage(5, dense_layers=0, min_budget=0, query="center", reduce="max", normalise="prefix", sinks=1, recent=2),
+    ),
+    ("sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2)),
+    ("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal")),
+    ("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent")),
+    ("fast_dllm", Mage(0.2, dense_layers=1, min_budget=2, query="first")),
+]
+
+
+@pytest.mark.parametrize(("form", "plan"), PLANS, ids=lambda x: x if isinstance(x, str) else f"{x.selector}-{x.query}")
+def test_equals_the_plain_restatement_row_by_row(form, plan):
+    model = tiny.model(FORMS[form])
+    prompts = tiny.prompts(LENGTHS)
+    result = herald_jax.generate(model, prompts, REQUEST, plan)
+    assert result.tokens == [plain_mage.decode(model, prompt, REQUEST, plan) for prompt in prompts]
+    assert 0 < result.stats.sparse_blocks < result.stats.blocks  # the first block of the shortest row covers its prefix
+    if plan is PLANS[0][1]:
+        assert result.tokens != herald_jax.generate(model, prompts, REQUEST, Dense()).tokens
+
+    streamed = [[] for _ in prompts]
+    for event in herald_jax.stream(model, prompts, REQUEST, plan):
+        if isinstance(event, BlockEvent):
+            streamed[event.row] += event.tokens
+    assert streamed == result.tokens
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"), Mage(4, min_budget=0, selector="random")],
+    ids=["layer_adaptive", "random"],
+)
+def test_a_row_does_not_depend_on_its_neighbours(plan):
+    model = tiny.model(FORMS["sdar"])
+    prompts = tiny.prompts((18, 3, 33, 18))
+    request = dataclasses.replace(REQUEST, temperature=1.0)
+    keys = jax.random.split(jax.random.key(5), 4)
+    together = herald_jax.generate(model, prompts, request, plan, keys=keys).tokens
+    swapped = herald_jax.generate(model, prompts[::-1], request, plan, keys=keys[::-1]).tokens
+    assert together == swapped[::-1]
+
+
+def test_jitted_loop_is_the_python_loop():
+    config = FORMS["sdar"]
+    model, plan = tiny.model(config), Mage(0.3, dense_layers=1, min_budget=2, select_at_step=2)
+    prompts = tiny.prompts(LENGTHS)
+    request = dataclasses.replace(REQUEST, policy=StaticLowConfidence(3))
+    expected = herald_jax.generate(model, prompts, request, plan)
+
+    run = _Run(model, prompts, request, plan, None, None)
+    rows, options = run._rows, run._options
+    stops, sampling = jnp.asarray([-1]), Sampling.of(0.0, 0, 1.0)
+
+    @jax.jit
+    def select_step(rows, waiting):
+        return block_loop.step(
+            bind(config, model.params), rows, request.policy, sampling, stops, options, phase="select", waiting=waiting
+        )
+
+    @jax.jit
+    def sparse_step(rows, waiting):
+        return block_loop.step(
+            bind(config, model.params), rows, request.policy, sampling, stops, options, phase="sparse", waiting=waiting
+        )
+
+    while not bool(rows.done.all()):
+        for i in range(plan.select_at_step):
+            rows = select_step(rows, (rows.step == 0) & (i > 0))
+        while bool((~rows.done & (rows.step > 0)).any()):
+            rows = sparse_step(rows, rows.step == 0)
+    got = [
+        np.asarray(rows.tokens)[i, len(prompt) : len(prompt) + request.max_new_tokens].tolist()
+        for i, prompt in enumerate(prompts)
+    ]
+    assert got == expected.tokens
+
+
+def test_pool_holds_the_chosen_rows_bit_for_bit():
+    config = FORMS["sdar"]
+    model, plan = tiny.model(config), Mage(6, dense_layers=1, min_budget=0)
+    prompts = tiny.prompts((18, 33))
+    run = _Run(model, prompts, REQUEST, plan, None, None)
+
+    @jax.jit
+    def one(rows):
+        module = bind(config, model.params)
+        return block_loop.step(
+            module, rows, REQUEST.policy, Sampling.of(0.0, 0, 1.0), jnp.asarray([-1]), run._options, phase="select"
+        )
+
+    cache = one(run._rows).cache
+    assert isinstance(cache, MageKV)
+    counts = np.asarray(cache.counts)
+    assert counts.tolist() == [[0, 0], [6, 6], [6, 6]]
+    indices = np.asarray(cache.indices)  # of the last layer
+    for b in range(2):
+        for head in range(config.num_kv_heads):
+            chosen = indices[b, head][indices[b, head] >= 0]
+            assert len(chosen) == 6
+            assert (np.diff(chosen) > 0).all()
+            assert chosen.max() < len(prompts[b]) // 4 * 4
+            for full, pool in ((cache.full.k, cache.pool.k), (cache.full.v, cache.pool.v)):
+                np.testing.assert_array_equal(np.asarray(pool)[-1, b, head, :6], np.asarray(full)[-1, b, head, chosen])
+
+
+def test_sharded_is_unsharded():
+    config = FORMS["sdar"]
+    one, mesh = tiny.model(config), herald_jax.make_mesh(model=2, data=2)
+    many = herald_jax.Model.from_params(config, tiny.params(config), mesh=mesh)
+    prompts = tiny.prompts(LENGTHS)
+    for plan in (
+        Mage(0.2, dense_layers=1, min_budget=2),
+        Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"),
+    ):
+        expected = herald_jax.generate(one, prompts, REQUEST, plan).tokens
+        assert herald_jax.generate(many, prompts, REQUEST, plan).tokens == expected
+
+
+def test_blocks_that_finish_in_one_step():
+    model, prompts = tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS)
+    request = dataclasses.replace(REQUEST, policy=Threshold(0.0))
+    plan = Mage(0.2, dense_layers=1, min_budget=2)
+    result = herald_jax.generate(model, prompts, request, plan)
+    assert result.tokens == [plain_mage.decode(model, prompt, request, plan) for prompt in prompts]
+    assert result.stats.steps_per_block == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "request_", "sentence"),
+    [
+        (Mage(dense_layers=3), REQUEST, "dense_layers is 3, but the model has 3 layers; leave some sparse"),
+        (Mage(selector="tidal", reselect_layers=(1,)), REQUEST, "reselect_layers names layer 1, but the sparse layers"),
+        (Mage(), dataclasses.replace(REQUEST, block_cache=True), "block_cache goes with the dense plan only"),
+        ("mage", REQUEST, "plan is 'mage', but must be Dense() or Mage(...)"),
+    ],
+)
+def test_requests_the_model_cannot_serve_are_refused(plan, request_, sentence):
+    with pytest.raises(GenerationError) as error:
+        herald_jax.generate(tiny.model(FORMS["fast_dllm"]), tiny.prompts((3,)), request_, plan)
+    assert sentence in str(error.value)
+
+
+def test_pool_is_sized_by_the_budget():
+    plan = Mage(0.05)
+    assert select.selected_capacity(plan, 131072) == 6592  # 6,554 entries, in steps of 64
+    assert select.selected_capacity(dataclasses.replace(plan, allocate="layer_adaptive"), 131072) == 26240
+    assert select.selected_capacity(plan, 100) == 128
