@@ -33,6 +33,7 @@ DECODES: dict[str, Any] = json.loads((ORACLES / "decodes.json").read_text())["ca
 Get = Callable[..., Model]
 
 NEW = 21
+ROWS = 6  # of every batch: one shape, one compiled loop
 GREEDY: dict[str, Any] = {}
 SAMPLED = {"temperature": 0.9, "top_p": 0.85, "top_k": 40}
 # Family form: model, block length, small block length, options, prompt lengths around the block length.
@@ -85,8 +86,9 @@ def test_rows_do_not_depend_on_their_neighbours(form: str, how: str, program: Pr
     """
     p = program(form, how)
     assert len({tuple(row) for row in p.tokens}) == len(p.tokens)
-    for row, (prompt, expected) in enumerate(zip(p.prompts, p.tokens, strict=True)):
-        assert p.run([prompt], p.keys[row : row + 1]) == [expected]
+    if how == "sampled":  # greedy rows alone: test_generate_oracle.py::test_batch_of_one
+        for row, (prompt, expected) in enumerate(zip(p.prompts, p.tokens, strict=True)):
+            assert p.run([prompt], p.keys[row : row + 1]) == [expected]
     backwards = p.run(p.prompts[::-1], p.keys[::-1])
     assert backwards == p.tokens[::-1]
     among_others = p.run(
@@ -154,7 +156,7 @@ def test_a_committed_block_is_prefix(form: str, how: str, program: Programs) -> 
 
 def test_counts(oracle_model: Get) -> None:
     """NVlabs/Fast-dLLM#81: the report has forwards, tokens per forward and steps per block, with the right values."""
-    rows = DECODES["sdar-4/threshold-0.9"]["rows"]
+    rows = DECODES["sdar-4/threshold-0.9"]["rows"][:ROWS]
     result = herald_jax.generate(
         oracle_model("sdar"), [row["prompt"] for row in rows], GenerateConfig(14, Threshold(0.9), ignore_stop=True)
     )
@@ -191,7 +193,7 @@ def test_chat_template_is_the_checkpoints(tmp_path: pathlib.Path) -> None:
 def test_mask_token_typed_as_text(oracle_model: Get) -> None:
     """sgl-project/sglang#31773, #35998: a literal mask token in a text prompt is data."""
     model = oracle_model("sdar")
-    rows = [row["prompt"] for row in DECODES["sdar-4/mask-in-prompt"]["rows"]]
+    rows = [row["prompt"] for row in DECODES["sdar-4/mask-in-prompt"]["rows"][-ROWS:]]
     assert all(prompt.count(cases.MASK) == 2 for prompt in rows)
     texts = ["".join("<|MASK|>" if t == cases.MASK else chr(97 + t % 26) for t in prompt) for prompt in rows]
     ids = [model.tokenizer.encode(text) for text in texts]
@@ -204,20 +206,19 @@ def test_mask_token_typed_as_text(oracle_model: Get) -> None:
     assert by_text.stats.blocks == blocks  # a typed mask, taken for a hole, would reopen a block of the prompt
 
 
-def test_a_predicted_mask_token_is_a_token(oracle_model: Get) -> None:
+def test_a_predicted_mask_token_is_a_token(program: Programs) -> None:
     """A position revealed as the mask's id is revealed: it is not denoised for ever, and it is in the answer."""
-    model, prompt = oracle_model("sdar"), [5, 6, 7, 8, 9]
-    request = GenerateConfig(11, Threshold(0.7), ignore_stop=True)
-    first = herald_jax.generate(model, [prompt], request).tokens[0][0]
-    # Exchange two rows of the output projection: what would be `first` is now the mask.
-    kernel = model.params["head"]["kernel"]
-    kernel = kernel.at[jnp.array([first, cases.MASK])].set(kernel[jnp.array([cases.MASK, first])])
-    model = dataclasses.replace(model, params=model.params | {"head": {"kernel": kernel}})
-    expected = plain.decode(model, prompt, None, request)
-    assert cases.MASK in expected.tokens
-    result = herald_jax.generate(model, [prompt], request)
-    assert result.tokens == [expected.tokens]
-    assert result.stats.denoise_steps == sum(expected.steps)
+    p = program("sdar", "greedy")
+    common = max(range(256), key=lambda token: sum(row.count(token) for row in p.tokens))
+    # Exchange two rows of the output projection: what would be the commonest token is now the mask.
+    kernel = p.model.params["head"]["kernel"]
+    kernel = kernel.at[jnp.array([common, cases.MASK])].set(kernel[jnp.array([cases.MASK, common])])
+    model = dataclasses.replace(p.model, params=p.model.params | {"head": {"kernel": kernel}})
+    expected = [plain.decode(model, prompt, None, p.request) for prompt in p.prompts]
+    assert sum(cases.MASK in row.tokens for row in expected) > 1
+    result = herald_jax.generate(model, p.prompts, p.request)
+    assert result.tokens == [row.tokens for row in expected]
+    assert result.stats.denoise_steps == sum(sum(row.steps) for row in expected)
 
 
 def test_top_k_of_one_is_greedy_with_the_raw_confidence(oracle_model: Get) -> None:
@@ -225,7 +226,7 @@ def test_top_k_of_one_is_greedy_with_the_raw_confidence(oracle_model: Get) -> No
 
     Here temperature 0 and top_k=1 are the same decode: the recorded tokens, in the recorded number of passes.
     """
-    rows = DECODES["sdar-4/threshold-0.9"]["rows"]
+    rows = DECODES["sdar-4/threshold-0.9"]["rows"][:ROWS]
     request = GenerateConfig(14, Threshold(0.9), ignore_stop=True, temperature=1.0, top_k=1)
     result = herald_jax.generate(oracle_model("sdar"), [row["prompt"] for row in rows], request)
     assert result.tokens == [row["tokens"] for row in rows]
