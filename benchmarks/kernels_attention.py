@@ -3,9 +3,9 @@
     python -m benchmarks.kernels_attention         # or as a part of benchmarks.kernels
 
 The floor of a case is the bytes of K and V over the bandwidth of a large device copy measured in the same run; for
-short pools at least 6 us, about what two launches take. Peers: PyTorch's SDPA (flash and cudnn) in a process of its own on
-every case, jax.nn.dot_product_attention (cudnn and xla) on some, all with the query heads of a group folded into the
-query axis, which is what makes them fast here. Every case's result is compared with a float32 reference.
+short pools at least 6 us, about what two launches take. Peers: PyTorch's SDPA (flash and cudnn) in a process of its own
+on every case, jax.nn.dot_product_attention (cudnn and xla) on some, all with the query heads of a group folded into the
+query axis, which is what makes them fast here. Results are compared with a float32 reference.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_inline
 from pallas_kernels.attention_plan import Plan, divide
 from pallas_kernels.reference import merge_by_lse
 
@@ -140,11 +139,11 @@ def _importance(ins, outs, program, p: Plan, reduce: str):
 
     def write(results):
         layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        index = mosaic_inline.ordered_index(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout))
+        index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
         for (tile, part), result in zip(blocks, results, strict=True):
             start = tile * p.kv_tile + part
             result = jnp.where(index < limit - start, result, 0.0)
-            mosaic_inline.store_in_order(outs["importance"].at[batch, head, pl.ds(start, THREADS)], result)
+            outs["importance"][batch, head, pl.ds(start, THREADS)] = result
 
     @pl.when(first * p.kv_tile < limit)
     def _some():

@@ -64,8 +64,7 @@ class Parts(NamedTuple):
     lse: likewise `f32[B, T, H]` or `f32[S, B, K, R, rows]`, natural log.
     prefix_lse: `f32[S, B, K, R, rows]` over the prefix alone, or None.
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
-      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written; within a tile the entries
-      are in the order of `mosaic_inline.store_weights`.
+      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written.
     """
 
     out: jax.Array
@@ -218,7 +217,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
             smem[...] = acc.astype(p.dtype)
             plgpu.commit_smem()
             for rows, where, exists in slabs(p, batch, head, tile, wg):
-                plgpu.copy_smem_to_gmem(smem.at[rows], outs.out.at[where], predicate=exists)
+                pl.when(exists)(functools.partial(plgpu.copy_smem_to_gmem, smem.at[rows], outs.out.at[where]))
             plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == p.warpgroups)
@@ -300,12 +299,8 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         if masked:
             _zero_tail(v_tile, e.longest - start, p)
 
-        def accumulate(acc_ref):
-            plgpu.wgmma(acc_ref, weights, v_tile)
-            if keep_weights is not None:  # while the tensor cores work
-                keep_weights(index, kept, new_top)
-
-        acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+        beside = None if keep_weights is None else functools.partial(keep_weights, index, kept, new_top)
+        acc = _add_matmul(acc, weights, v_tile, beside)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total
 
@@ -322,6 +317,17 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
     if p.ping_pong:
         pl.when(wg == 0)(take_turn)
     return carry
+
+
+def _add_matmul(acc, weights, v_tile, beside):
+    """acc `f32[64, D]` + weights `[64, n]` @ v_tile `[n, D]`, doing `beside()` while the tensor cores work."""
+
+    def accumulate(acc_ref):
+        plgpu.wgmma(acc_ref, weights, v_tile)
+        if beside is not None:
+            beside()
+
+    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 
 
 def _lse(top, total):
@@ -356,5 +362,5 @@ def _zero_tail(v_tile, valid, p: Plan):
 
 
 def _keep_weights(outs: Parts, batch, head, slot, index, weights, top):
-    mosaic_inline.store_weights(outs.weights.at[batch, head, index], weights, slot)
+    mosaic_inline.store_rows(outs.weights.at[batch, head, index], weights, [slot])
     mosaic_inline.store_rows(outs.tops.at[batch, head, index], top, [slot])

@@ -258,7 +258,7 @@ def _splits(plan: Plan) -> int:
     rows = heads * plan.tiles * plan.rows
     row_bytes = plan.head_dim * jnp.dtype(plan.dtype).itemsize
     entry_bytes = 2 * heads * plan.entries * row_bytes
-    per_tile = 1.45 * plan.kv_tile / 128 * row_bytes / 256
+    per_tile = 1.6 * plan.kv_tile / 128 * row_bytes / 256
 
     def cost(splits):
         waves = -(-heads * plan.tiles * splits // PROCESSORS)

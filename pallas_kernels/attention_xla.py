@@ -1,7 +1,7 @@
 """`block_attention` in plain XLA: what runs wherever the Mosaic GPU kernel does not.
 
 The query heads of a group are folded into the rows of one matmul per KV head, and the queries are taken in chunks, so
-that the float32 scores (the only array that grows with queries times entries) stay below `SCORES_LIMIT` bytes.
+that the float32 scores (the only array that grows with queries times entries) stay below `scores_limit` bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax import lax
 SCORES_LIMIT = 256 * 2**20
 
 
-def attention_xla(q, k, v, lengths, layer, rows, prefix_lengths, *, scale, importance):
+def attention_xla(q, k, v, lengths, layer, rows, prefix_lengths, *, scale, importance, scores_limit=SCORES_LIMIT):
     """The contract of `block_attention` on checked arguments; `importance` is None or an `Importance`.
 
     Returns `(out, lse, importance or None)`.
@@ -34,7 +34,7 @@ def attention_xla(q, k, v, lengths, layer, rows, prefix_lengths, *, scale, impor
     def attend(q, limits, rows):
         return _attend(q, k, v, limits, rows, prefix_lengths, scale=scale, importance=importance)
 
-    chunks = _chunks(t, b * h * n * 4)
+    chunks = -(-t // max(1, scores_limit // max(1, b * h * n * 4)))
     if chunks == 1:
         out, lse, weight = attend(q, limits, rows)
     else:
@@ -64,12 +64,6 @@ def attention_xla(q, k, v, lengths, layer, rows, prefix_lengths, *, scale, impor
         count = jnp.maximum(jnp.sum(rows, axis=1), 1) * group
         weight = weight / count[:, None, None]
     return out, lse, weight
-
-
-def _chunks(queries: int, bytes_per_query: int) -> int:
-    """Into how many chunks to cut the queries."""
-    per_chunk = max(1, SCORES_LIMIT // max(1, bytes_per_query))
-    return -(-queries // per_chunk)
 
 
 def _attend(q, k, v, limits, rows, prefix_lengths, *, scale, importance):

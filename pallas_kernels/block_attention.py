@@ -103,6 +103,8 @@ def block_attention(
     _check(q, k, v, lengths, layer)
     b, t, _, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, not {scale}")
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     rows, prefix_lengths = _check_importance(importance, importance_rows, prefix_lengths, b, t, lengths.shape[1])
     chosen = dispatch.select(implementation, lambda: dispatch.block_attention_missing(q, k))

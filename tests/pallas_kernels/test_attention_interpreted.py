@@ -1,0 +1,96 @@
+"""The Mosaic GPU kernels of block_attention in JAX's interpreter of Mosaic GPU, on the CPU.
+
+It runs the kernels' own code, with their barriers, copies and warpgroups, on simulated memory. Two operations it has no
+form of are replaced here: adding to a wgmma accumulator with an operand in registers, and the masked store of rows. The
+tests in tests/gpu have those.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import AttentionOutput, Importance, dispatch
+from pallas_kernels.attention_plan import AttentionConfig
+from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, make
+
+pytestmark = [
+    pytest.mark.skipif(
+        dispatch.jax_version() < dispatch.MIN_JAX, reason="needs JAX 0.11: the interpreter of Mosaic GPU kernels"
+    ),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`attention_mosaic`, interpreted."""
+    pl = pytest.importorskip("jax.experimental.pallas")
+    plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    from pallas_kernels import attention_mosaic, mosaic_inline
+
+    def add_matmul(acc, weights, v_tile, beside):
+        if beside is not None:
+            beside()
+        return acc + jnp.dot(weights.astype(jnp.float32), v_tile[...].astype(jnp.float32))
+
+    def store_rows(ref, values, indices):
+        @pl.loop(0, 64)
+        def _row(row):
+            @pl.when(indices[0][row] >= 0)
+            def _store():
+                ref[tuple(index[row] for index in indices)] = values[row]
+
+    monkeypatch.setattr(attention_mosaic, "_add_matmul", add_matmul)
+    monkeypatch.setattr(mosaic_inline, "store_rows", store_rows)
+    with plgpu.force_gpu_interpret_mode():
+        yield attention_mosaic.attention_mosaic
+
+
+def run(interpreted, p, case, rows=None, prefix=None, importance=None, **config):
+    attend = functools.partial(
+        interpreted, scale=case.head_dim**-0.5, importance=importance, config=AttentionConfig(**config)
+    )
+    layer = None if p.layer is None else jnp.int32(p.layer)
+    return AttentionOutput(*attend(p.q, p.cached_k, p.cached_v, p.lengths, layer, rows, prefix))
+
+
+def test_one_split_of_a_stacked_cache(interpreted):
+    case = Case(((97,), (0,)), queries=5, kv_heads=1, group=3, entries=128, head_dim=64, stacked=True)
+    p = make(case)
+    check_output(run(interpreted, p, case, splits=1), p, case)
+
+
+def test_splits_joined_by_the_finishing_kernel(interpreted):
+    """Two compute warpgroups in turns, more tiles than stages, a tail of NaN."""
+    case = Case(((250,),), queries=16, kv_heads=1, entries=264, dtype="float16")
+    p = make(case)
+    check_output(run(interpreted, p, case, splits=3, kv_tile=64, stages=2, query_chunk=32, warpgroups=2), p, case)
+
+
+@pytest.mark.parametrize("runs", [4, 32])
+def test_queries_that_see_different_entries(interpreted, runs):
+    lengths = tuple((i + 1) * 32 // runs for i in range(runs))
+    case = Case((lengths,), queries=32, kv_heads=1, group=2, entries=64, head_dim=64)
+    p = make(case)
+    check_output(run(interpreted, p, case, splits=1), p, case)
+
+
+def test_importance_of_one_query(interpreted):
+    case = Case(((250,),), queries=8, kv_heads=1, group=2, entries=264)
+    p = make(case)
+    prefix = jnp.asarray([242])
+    options = Importance("mean", "prefix")
+    result = run(interpreted, p, case, jnp.asarray([3], jnp.int32), prefix, options, splits=2, stages=2)
+    check_output(result, p, case)
+    chosen = jnp.arange(8)[None] == 3
+    check_importance(result.importance, p, chosen, reduce="mean", prefix=prefix, dtype="bfloat16")
+
+
+def test_importance_of_many_queries(interpreted):
+    case = Case(((250,),), queries=8, kv_heads=1, group=2, entries=264)
+    p = make(case)
+    chosen = jnp.asarray([[1, 0, 0, 1, 1, 0, 0, 1]], bool)
+    result = run(interpreted, p, case, chosen, None, Importance("max"), splits=2, stages=2)
+    check_output(result, p, case)
+    check_importance(result.importance, p, chosen, reduce="max")
