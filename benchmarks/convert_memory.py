@@ -171,12 +171,13 @@ def write_seconds(path: Path, count: int) -> float:
 
 _CHILD = """
 import sys, time
-from convert.converter import convert
+from convert.__main__ import main
 def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
-before = peak()
-report = convert(sys.argv[1], sys.argv[2])
-print(report.seconds, before * 1024, peak() * 1024, time.process_time())
+before, start, cpu = peak(), time.perf_counter(), time.process_time()
+code = main(sys.argv[1:3])
+print(time.perf_counter() - start, before * 1024, peak() * 1024, time.process_time() - cpu)
+sys.exit(code)
 """
 
 
@@ -184,7 +185,7 @@ def convert_in_child(source: Path, target: Path) -> tuple[float, int, int, float
     """Convert in a new process. Returns seconds, peak resident bytes before (imports alone) and after, CPU seconds."""
     command = [sys.executable, "-c", _CHILD, str(source), str(target)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    seconds, before, after, cpu = done.stdout.split()
+    seconds, before, after, cpu = done.stdout.splitlines()[-1].split()
     return float(seconds), int(before), int(after), float(cpu)
 
 
@@ -267,9 +268,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     x, y = ([r["detail"]["checkpoint_gb"] for r in peaks], [r["value"] for r in peaks])
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([0, 17], [0, 17], color="0.7", linestyle="--", label="the whole checkpoint in memory")
-    axes.axhline(LIMIT_GB, color="tab:red", linewidth=1, label=f"limit, {LIMIT_GB:g} GB")
+    axes.axhline(LIMIT_GB, color="tab:red", linewidth=1, label=f"limit for 16 GB: {LIMIT_GB:g} GB")
     axes.plot(x, y, "o-", color="tab:blue", label="peak resident memory, measured")
-    axes.set(xlabel="checkpoint (GB)", ylabel="GB", xlim=(0, 17), ylim=(0, 8), title="Memory of a conversion")
+    axes.set(xlabel="checkpoint (GB)", ylabel="GB", xlim=(0, 17), ylim=(0, 6), title="Memory of a conversion")
     axes.legend(loc="upper left", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})

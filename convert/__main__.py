@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop_token_ids=args.stop_token_ids,
         dtype=args.dtype,
     )
+    _keep_freed_memory()
     # A polite kill cleans up like Ctrl-C; what a hard one leaves is removed by the next run.
     with _terminated_as_interrupt():
         try:
@@ -147,6 +149,22 @@ def _print_mapping(found: Inspection) -> None:
     for name, why in found.plan.ignored.items():
         print(f"{name} ignored: {why}")
     print(f"{len(found.plan.leaves)} parameters, {human(total)}")
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep the memory of freed buffers for the next ones.
+
+    Buffers of tens of megabytes come and go with every tensor; given back and fetched anew, the kernel clears each page
+    again. Measured: half of the system time, and a peak that creeps up through several arenas. Elsewhere: no effect.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # <malloc.h>
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
+        mallopt(arena_max, 1)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ shape, wrong kind of number.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,17 +65,25 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
-def transposed_into(out: np.ndarray, source: np.ndarray) -> None:
-    """`out[...] = source.T` for matrices, in bands of rows that fit the cache: 4x faster than numpy's strided copy.
+_BAND = 256
+_THREADS = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="transpose")
 
-    Both sides are seen as plain integers when they have the same dtype: numpy copies bfloat16 element by element.
+
+def transposed_into(*pairs: tuple[np.ndarray, np.ndarray]) -> None:
+    """`out[...] = source.T` for each pair of matrices, in bands of rows that fit the cache, on a few threads.
+
+    Bands are 4x faster than numpy's strided copy of the whole. Both sides are seen as plain integers when they have the
+    same dtype: numpy copies bfloat16 element by element.
     """
-    if out.dtype == source.dtype:
-        bits = np.dtype(f"u{out.dtype.itemsize}")
-        out, source = out.view(bits), source.view(bits)
-    band = 128
-    for start in range(0, source.shape[0], band):
-        out[:, start : start + band] = source[start : start + band].T
+    bands = []
+    for out, source in pairs:
+        if out.dtype == source.dtype:
+            bits = np.dtype(f"u{out.dtype.itemsize}")
+            out, source = out.view(bits), source.view(bits)
+        for start in range(0, source.shape[0], _BAND):
+            bands.append((out[:, start : start + _BAND], source[start : start + _BAND].T))
+    for copied in [_THREADS.submit(np.copyto, *band) for band in bands]:
+        copied.result()
 
 
 def _heads(first: int, last: int | None) -> Callable[[np.ndarray, np.ndarray], None]:
@@ -85,20 +95,18 @@ def _heads(first: int, last: int | None) -> Callable[[np.ndarray, np.ndarray], N
         if tensor.ndim == 1:
             part[...] = tensor.reshape(kv_heads, n, dim)
             return
-        rows = tensor.reshape(kv_heads, n * dim, -1)
-        for k in range(kv_heads):
-            for j in range(n):
-                transposed_into(part[:, k, j, :], rows[k, j * dim : (j + 1) * dim])
+        heads = tensor.reshape(kv_heads, n, dim, -1)
+        transposed_into(*((part[:, k, j, :], heads[k, j]) for k in range(kv_heads) for j in range(n)))
 
     return write
 
 
 def _gate_or_up(index: int) -> Callable[[np.ndarray, np.ndarray], None]:
-    return lambda leaf, tensor: transposed_into(leaf[:, index, :], tensor)
+    return lambda leaf, tensor: transposed_into((leaf[:, index, :], tensor))
 
 
 def _output(leaf: np.ndarray, tensor: np.ndarray) -> None:
-    transposed_into(leaf.reshape(-1, leaf.shape[-1]), tensor)
+    transposed_into((leaf.reshape(-1, leaf.shape[-1]), tensor))
 
 
 EMBEDDING = Transform("embedding", lambda c: (c.vocab_size, c.hidden_size))
