@@ -319,6 +319,8 @@ def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
         for name, value in state.items()
         if isinstance(value, jax.Array)
     }
+    if isinstance(rows.cache, MageKV):
+        state["cache"] = mage.placed(rows.cache, mesh)
     return dataclasses.replace(rows, **state)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import select
@@ -25,7 +25,7 @@ from herald_jax.plans import Mage
 from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
 
 Role = Literal["dense", "sparse", "reuse"]
-_HEADS = P("data", "model", None)
+_INDICES = P(None, "data", "model", None)
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -37,7 +37,7 @@ class MageKV:
       full: every committed entry, `[L, B, K, N, D]`.
       pool: selected entries, then the block's, `[L, B, K, S, D]`. Layers that stay dense have a pool they do not use.
       counts: i32[L, B], selected entries.
-      indices: i32[B, K, P], the last layer's selection ("tidal" hands it on).
+      indices: i32[L, B, K, P], every layer's selection, ascending, -1 padded.
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
     """
 
@@ -59,7 +59,8 @@ class MageKV:
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
             need = jnp.zeros((layers, batch, heads), jnp.float32)
         counts = jnp.zeros((layers, batch), jnp.int32)
-        return cls(full, pool, counts, jnp.full((batch, heads, capacity), -1, jnp.int32), votes, need)
+        indices = jnp.full((layers, batch, heads, capacity), -1, jnp.int32)
+        return cls(full, pool, counts, indices, votes, need)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,13 @@ def _specs(kv: MageKV) -> MageKV:
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
     votes = None if kv.votes is None else P(None, "data", "model", None)
     need = None if kv.need is None else P(None, "data", "model")
-    return MageKV(both, both, P(None, "data"), _HEADS, votes, need)  # type: ignore[arg-type]
+    return MageKV(both, both, P(None, "data"), _INDICES, votes, need)  # type: ignore[arg-type]
+
+
+def placed(kv: MageKV, mesh: Mesh) -> MageKV:
+    """`kv` split over the mesh as its attention expects it, wherever it comes from."""
+    specs = _specs(kv)
+    return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), kv, specs)
 
 
 @functools.partial(
@@ -198,68 +205,65 @@ class MageAttend:
             elif plan.selector == "recent":
                 score = select.recent_score(prefix, kv_heads, slots)
         counts = select.budget_of(plan, prefix)
-        indices = cache.indices
-        if score is not None:
+        if score is None:
+            indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
+        else:
             indices = select.pick(plan, score, counts, prefix, capacity, self.implementation)
-        pool = gather_rows(
-            full.k, full.v, indices, cache.pool.k, cache.pool.v, layer=layer, implementation=self.implementation
-        )
         cache = dataclasses.replace(
-            cache, pool=DeviceKV(*pool), counts=cache.counts.at[layer].set(counts), indices=indices
+            cache, counts=cache.counts.at[layer].set(counts), indices=cache.indices.at[layer].set(indices)
         )
         if plan.selector == "oracle":
             # Its own attention is already the sparse one: the selection is made anew from every step's queries.
-            sparse = dataclasses.replace(self, sparse=True)
-            return sparse._over_pool(layer, q, cache)
+            return self._over_pool(layer, q, indices, cache)
         return out, cache
 
-    def _over_pool(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
-        """Attention of `q` over the pool after copying the block's entries behind the selected ones."""
-        t = q.shape[1]
+    def _over_pool(self, layer: jax.Array, q: jax.Array, indices: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+        """Attention of `q` over what this layer has just chosen, and the block's entries behind it."""
+        t, full = q.shape[1], cache.full
 
         def block(x: jax.Array) -> jax.Array:  # the block as it lies in the whole cache, [B, T, K, D]
             one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=t, axis=1)
             return jnp.swapaxes(jax.vmap(one)(x[layer], self.prefix), 1, 2)
 
         start = cache.counts[layer]
-        pool = DeviceKV(
-            write(cache.pool.k, layer, block(cache.full.k), start),
-            write(cache.pool.v, layer, block(cache.full.v), start),
+        k, v = gather_rows(
+            full.k, full.v, indices, cache.pool.k, cache.pool.v, layer=layer, implementation=self.implementation
         )
+        pool = DeviceKV(write(k, layer, block(full.k), start), write(v, layer, block(full.v), start))
         seen = jnp.where(self.visible > 0, start[:, None] + t, 0)
         return self._attention(q, pool, seen, layer).out, dataclasses.replace(cache, pool=pool)
 
 
 def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
-    """After the last layer of a selecting forward: share a layer-adaptive budget out and fill the pool.
+    """After the last layer of a selecting forward: share a layer-adaptive budget out, and fill the pool.
 
-    With a uniform budget every layer has filled its own part already, and nothing is left to do.
+    All layers are gathered at once, here and not where they choose: nothing in the forward waits for the pool, and a
+    gather that the next layer's write to the cache need not wait for would make XLA copy the whole cache.
     """
-    if plan.allocate != "layer_adaptive":
-        return cache
-    assert cache.need is not None  # `MageKV.around` made it
+    adaptive = plan.allocate == "layer_adaptive"
+    if plan.selector == "oracle":
+        return cache  # it has filled its pool layer by layer
+    counts = cache.counts
     capacity = cache.indices.shape[-1]
     first = plan.dense_layers
-    budgets = select.layer_budgets(plan, jnp.max(cache.need[first:], axis=-1), prefix, capacity)
-    counts = cache.counts.at[first:].set(budgets)
+    if adaptive:
+        assert cache.need is not None  # `MageKV.around` made it
+        budgets = select.layer_budgets(plan, jnp.max(cache.need[first:], axis=-1), prefix, capacity)
+        counts = counts.at[first:].set(budgets)
 
     def local(cache: MageKV, counts: jax.Array, prefix: jax.Array) -> MageKV:
-        votes = cache.votes
-        assert votes is not None
+        indices, votes = cache.indices, cache.votes
+        if votes is not None:
+            # Layer by layer: the scores of all of them would be as large as the votes once more.
+            def choose(layer: jax.Array, indices: jax.Array) -> jax.Array:
+                score = select.vote_score(votes[layer])
+                chosen = select.pick(plan, score, counts[layer], prefix, capacity, implementation)
+                return indices.at[layer].set(chosen)
 
-        # Layer by layer: the scores of all of them would be as large as the votes once more.
-        def fill(layer: jax.Array, pool: DeviceKV) -> DeviceKV:
-            indices = select.pick(
-                plan, select.vote_score(votes[layer]), counts[layer], prefix, capacity, implementation
-            )
-            return DeviceKV(
-                *gather_rows(
-                    cache.full.k, cache.full.v, indices, pool.k, pool.v, layer=layer, implementation=implementation
-                )
-            )
-
-        pool = jax.lax.fori_loop(first, counts.shape[0], fill, cache.pool)
-        return dataclasses.replace(cache, pool=pool, counts=counts)
+            indices = jax.lax.fori_loop(first, counts.shape[0], choose, indices)
+        full, pool = cache.full, cache.pool
+        filled = gather_rows(full.k, full.v, indices, pool.k, pool.v, implementation=implementation)
+        return dataclasses.replace(cache, pool=DeviceKV(*filled), counts=counts, indices=indices)
 
     if mesh is None:
         return local(cache, counts, prefix)

@@ -1,6 +1,7 @@
 """The MAGE plan: equal to the dense plan where it chooses everything, to a plain restatement where it does not."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,8 @@ def test_pool_holds_the_chosen_rows_bit_for_bit():
     assert isinstance(cache, MageKV)
     counts = np.asarray(cache.counts)
     assert counts.tolist() == [[0, 0], [6, 6], [6, 6]]
-    indices = np.asarray(cache.indices)  # of the last layer
+    indices = np.asarray(cache.indices)[-1]
+    assert (np.asarray(cache.indices)[0] == -1).all()
     for b in range(2):
         for head in range(config.num_kv_heads):
             chosen = indices[b, head][indices[b, head] >= 0]
@@ -151,6 +153,22 @@ def test_pool_holds_the_chosen_rows_bit_for_bit():
             assert chosen.max() < len(prompts[b]) // 4 * 4
             for full, pool in ((cache.full.k, cache.pool.k), (cache.full.v, cache.pool.v)):
                 np.testing.assert_array_equal(np.asarray(pool)[-1, b, head, :6], np.asarray(full)[-1, b, head, chosen])
+
+
+def test_no_copy_of_the_cache_or_the_pool_in_the_compiled_loop():
+    config = FORMS["sdar"]
+    model = tiny.model(config)
+    run = _Run(model, tiny.prompts((18, 33)), REQUEST, Mage(0.2, dense_layers=1, min_budget=2), None, None)
+    assert isinstance(run._rows.cache, MageKV)
+    stops = jnp.asarray([-1])
+    lowered = block_loop.run_blocks.lower(
+        model.params, run._rows, REQUEST.policy, run._sampling, stops, np.bool_(False), options=run._options
+    )
+    program = lowered.compile().as_text()
+    for kv in (run._rows.cache.full, run._rows.cache.pool):
+        shape = "f32\\[" + ",".join(map(str, kv.k.shape)) + "\\]"
+        assert len(re.findall(f"= {shape}", program)) > 10  # the pattern finds what it looks for
+        assert re.findall(f"= {shape}\\S* copy\\(", program) == []
 
 
 def test_sharded_is_unsharded():

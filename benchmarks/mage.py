@@ -1,0 +1,290 @@
+"""`python -m benchmarks.mage`: time per step and per block of the MAGE plan, beside the dense plan and the floor.
+
+Random weights in real shapes, bfloat16, blocks of 32. The cache is filled with random K and V instead of a prefill: a
+step's time does not depend on what the entries say, and a 128K prompt need not be computed for every case. Two runs of
+one compiled program separate the steps of a block: with a threshold of 0 a block takes one denoising step, with 1 it
+takes 32; the difference is 31 later steps, the rest the first one.
+
+The floor of a step is the bytes it must read (weights once; the pool, or for a dense step the whole cache, once) over
+the measured copy bandwidth, or its matmuls at the measured rate where that takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common
+from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
+from herald_jax import Dense, Mage, ModelConfig, Threshold, select
+from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
+from herald_jax.cache import DeviceKV
+from herald_jax.denoise import Sampling, predict
+from herald_jax.generate import capacity_for
+from herald_jax.mage import MageKV
+from herald_jax.model import Params, bind, init_params
+from herald_jax.plans import Plan
+from herald_jax.prefill import prefill
+
+CASES = [
+    ("sdar8b", 1), ("sdar8b", 4), ("fdv2_7b", 1), ("fdv2_7b", 4), ("sdar1.7b", 1), ("fdv2_1.5b", 1), ("fdv2_1.5b", 8),
+]  # fmt: skip
+CONTEXTS = (16, 32, 64, 128)
+BLOCKS = 2
+_GREEDY = Sampling.of(0.0, 0, 1.0)
+_NO_STOPS = np.array([-1], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTime:
+    """Seconds of a block's first forward and of each later one."""
+
+    first: float
+    later: float
+
+    def block(self, steps: int = 32) -> float:
+        """A block of `steps` denoising steps and its commit."""
+        return self.first + steps * self.later
+
+
+def random_cache(config: ModelConfig, batch: int, capacity: int) -> DeviceKV:
+    """A cache full of random entries, made layer by layer: no second copy, no float32 one."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(x: jax.Array, key: jax.Array) -> jax.Array:
+        def one(layer: jax.Array, x: jax.Array) -> jax.Array:
+            values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
+            return jax.lax.dynamic_update_index_in_dim(x, values, layer, 0)
+
+        return jax.lax.fori_loop(0, x.shape[0], one, x)
+
+    empty = DeviceKV.empty(config, batch, capacity)
+    return DeviceKV(fill(empty.k, jax.random.key(1)), fill(empty.v, jax.random.key(2)))
+
+
+def start(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> tuple[Rows, LoopOptions]:
+    """Rows whose prompt of `context` tokens is in the cache already, with room for BLOCKS blocks."""
+    block = config.diffusion.block_length
+    end = context + BLOCKS * block
+    capacity = capacity_for(end + block)
+    cache: DeviceKV | MageKV = random_cache(config, batch, capacity)
+    if isinstance(plan, Mage):
+        cache = MageKV.around(cache, plan, config, end, None)
+    options = LoopOptions(config, plan=plan)
+    full = np.full((batch,), context, np.int32)
+    rows = first_canvas(
+        params, cache, jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype)),
+        np.ones((batch, capacity), np.int32), full, full, full + BLOCKS * block, np.zeros((batch,), bool),
+        jax.random.split(jax.random.key(0), batch), _NO_STOPS, _GREEDY, options=options,
+    )  # fmt: skip
+    return rows, options
+
+
+def rewind(rows: Rows, context: int) -> Rows:
+    """The same rows before they wrote anything; the cache's contents do not matter."""
+    batch, block = rows.canvas.shape
+    zero, off = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool)
+    seeded = jnp.broadcast_to(jnp.arange(block)[None, :] < 1, rows.known.shape)
+    return dataclasses.replace(
+        rows, length=zero + context, ready=zero + context, done=off, step=zero, whole_block=off, fresh=off,
+        known=seeded, forwards=zero, commits=zero, blocks=zero, batch_forwards=jnp.zeros((), jnp.int32),
+    )  # fmt: skip
+
+
+def measure(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> BlockTime:
+    """Time BLOCKS blocks at one step and at 32 steps each; medians of three runs of each."""
+    rows, options = start(config, params, batch, context, plan)
+    taken: dict[float, list[float]] = {0.0: [], 1.0: []}
+    for threshold in (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
+        rows = jax.block_until_ready(rewind(rows, context))
+        began = time.perf_counter()
+        rows = run_blocks(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False), options=options)
+        forwards = int(rows.batch_forwards)
+        taken[threshold].append(time.perf_counter() - began)
+    # The last block is not committed: BLOCKS * (steps + 1) - 1 forwards, BLOCKS of them first ones.
+    one, many = (float(np.median(taken[t][1:])) for t in (0.0, 1.0))
+    later = (many - one) / (forwards - (2 * BLOCKS - 1))
+    return BlockTime((one - (BLOCKS - 1) * later) / BLOCKS, later)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def _cudnn_steps(config: ModelConfig, params: Params, kv: Any, length: jax.Array, *, steps: int) -> jax.Array:
+    """`steps` dense steps as a JAX user writes them today: token-major cache, cudnn attention, folded groups."""
+    model, block = bind(config, params), config.diffusion.block_length
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        b, t, heads, group, d = q.shape
+        keys, values = kv[layer]
+        folded = jnp.moveaxis(q, 3, 2).reshape(b, t * group, heads, d)
+        out = jax.nn.dot_product_attention(folded, keys, values, key_value_seq_lengths=length, implementation="cudnn")
+        return jnp.moveaxis(out.reshape(b, t, group, heads, d), 2, 3), cache + jnp.sum(k) * 0 + jnp.sum(v) * 0
+
+    def body(_: Any, tokens: jax.Array) -> jax.Array:
+        positions = length[:, None] - block + jnp.arange(block)[None, :]
+        hidden, carry = model(tokens, positions, attend, jnp.zeros((), jnp.dtype(config.dtype)))
+        return predict(hidden + carry, model.head_kernel(), _GREEDY).token
+
+    return jax.lax.fori_loop(0, steps, body, jnp.zeros((length.shape[0], block), jnp.int32))
+
+
+def measure_cudnn(config: ModelConfig, params: Params, batch: int, context: int) -> float:
+    """Seconds per dense step on cudnn, or NaN where cudnn is not there."""
+    if jax.default_backend() != "gpu":
+        return float("nan")
+    shape = (batch, context + config.diffusion.block_length, config.num_kv_heads, config.head_dim)
+    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(config.dtype)))
+    keys = jax.random.split(jax.random.key(3), 2 * config.num_layers)
+    kv = tuple((make(keys[2 * i]), make(keys[2 * i + 1])) for i in range(config.num_layers))
+    length = jnp.full((batch,), shape[1], jnp.int32)
+    run = functools.partial(_cudnn_steps, config, params, kv, length, steps=8)
+    return common.wall_time(run, [()], repeats=3) / 8
+
+
+def measure_prefill(config: ModelConfig, params: Params, length: int) -> float:
+    """Seconds to prefill one prompt of `length` tokens."""
+    tokens = np.random.default_rng(0).integers(0, 150_000, (1, length)).astype(np.int32)
+    seconds = []
+    for _ in range(3):
+        cache = jax.block_until_ready(DeviceKV.empty(config, 1, capacity_for(length)))
+        began = time.perf_counter()
+        done = prefill(params, cache, tokens, np.array([length]), config=config, chunk=min(4096, length))
+        jax.block_until_ready(done)
+        seconds.append(time.perf_counter() - began)
+        del cache, done
+    return float(np.median(seconds[1:]))
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a large bfloat16 matmul on random data."""
+    x = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+    taken = common.device_time(jax.jit(jnp.matmul), [(x, x)], repeats=10)
+    return 2 * 8192**3 / taken.seconds
+
+
+def floor_of(config: ModelConfig, batch: int, entries: float, bandwidth: float, rate: float) -> float:
+    """Seconds one forward of a block must take when each row reads `entries` cache entries per layer and head."""
+    nbytes = step_weight_bytes(config) + batch * entries * config.kv_bytes_per_token
+    rows = batch * config.diffusion.block_length
+    attention = 4 * rows * config.num_heads * config.head_dim * config.num_layers * entries
+    return max(nbytes / bandwidth, (step_flops(config, rows) + attention) / rate)
+
+
+def case_rows(
+    name: str, batch: int, context: int, budget: float, params: Params, bandwidth: float, rate: float, *, cudnn: bool
+) -> dict[str, Any]:
+    """Everything measured for one shape, batch and context."""
+    config = SHAPES[name]
+    plan = Mage(budget)
+    dense = measure(config, params, batch, context, Dense())
+    sparse = measure(config, params, batch, context, plan)
+    layers = config.num_layers
+    pool = select.selected_capacity(plan, context)
+    entries = (plan.dense_layers * context + (layers - plan.dense_layers) * min(pool, context)) / layers
+    gain = dense.later - sparse.later
+    return {
+        "dense": dense,
+        "sparse": sparse,
+        "dense_floor": floor_of(config, batch, context, bandwidth, rate),
+        "sparse_floor": floor_of(config, batch, entries, bandwidth, rate),
+        "break_even": (sparse.first - dense.first) / gain if gain > 0 else float("inf"),
+        "cudnn": measure_cudnn(config, params, batch, context) if cudnn else float("nan"),
+    }
+
+
+def fits(config: ModelConfig, batch: int, context: int, memory: float) -> bool:
+    """Whether weights, cache and pool leave a tenth of the device's memory free."""
+    kv = batch * (context + 4096) * config.kv_bytes_per_token
+    return step_weight_bytes(config) + 1.15 * kv < 0.9 * memory
+
+
+# Issue 4's goals, by row id.
+GOALS = {
+    "sparse_step/sdar8b/128k/b4/over_floor": "<=1.25",
+    "step_speedup/sdar8b/128k/b4": ">=4",
+    "step_speedup/fdv2_1.5b/128k/b8": ">=4",
+    "block_speedup/sdar8b/128k/b4": ">=3.5",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default=",".join(f"{n}:{b}" for n, b in CASES), help="shape:batch, comma-separated")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="in units of 1024 tokens")
+    parser.add_argument("--budget", type=float, default=0.05)
+    parser.add_argument("--cudnn", default="sdar8b:4:128", help="shape:batch:context cases to run on cudnn too")
+    parser.add_argument("--prefill", type=int, default=32, help="prompt of the prefill row, in units of 1024 tokens")
+    common.output_option(parser)
+    options = parser.parse_args()
+
+    bandwidth, rate = common.copy_bandwidth(), matmul_rate()
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
+    rows: list[dict[str, Any]] = []
+
+    def add(id: str, value: float, detail: dict[str, Any] | None = None, unit: str = "x") -> None:
+        rows.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail))
+
+    over_floor, firsts, loaded, params = [], [], None, {}
+    for name, batch in ((n, int(b)) for n, b in (case.split(":") for case in options.cases.split(","))):
+        config = SHAPES[name]
+        if loaded != name:
+            params = {}  # free the last model before the next is made
+            params, loaded = init_params(config, jax.random.key(0)), name
+            if name == "sdar8b" and options.prefill:
+                length = options.prefill * 1024
+                seconds = measure_prefill(config, params, length)
+                attention = 4 * config.num_heads * config.head_dim * config.num_layers * length**2 / 2
+                flops = step_flops(config, length) - 2 * length * config.vocab_size * config.hidden_size + attention
+                detail = {"seconds": seconds, "flops": flops, "matmul_rate": rate}
+                id = f"prefill/{name}/{options.prefill}k/mfu"
+                rows.append(common.row(id, flops / seconds / rate, "", goal=">=0.45", detail=detail))
+        for thousands in map(int, options.contexts.split(",")):
+            context = thousands * 1024
+            if not fits(config, batch, context, memory):
+                print(f"{name} b{batch} {thousands}k does not fit {memory / 1e9:.0f} GB", flush=True)
+                continue
+            cudnn = f"{name}:{batch}:{thousands}" in options.cudnn.split(",")
+            got = case_rows(name, batch, context, options.budget, params, bandwidth, rate, cudnn=cudnn)
+            where = f"{name}/{thousands}k/b{batch}"
+            dense, sparse = got["dense"], got["sparse"]
+            detail = {
+                "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
+                "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
+                "dense_floor_ms": got["dense_floor"] * 1e3, "sparse_floor_ms": got["sparse_floor"] * 1e3,
+            }  # fmt: skip
+            add(f"sparse_step/{where}/over_floor", sparse.later / got["sparse_floor"], detail)
+            add(f"step_speedup/{where}", dense.later / sparse.later, detail)
+            add(f"block_speedup/{where}", dense.block() / sparse.block(), detail)
+            over_floor.append(sparse.later / got["sparse_floor"])
+            firsts.append(sparse.first / dense.later)
+            if cudnn:
+                add(
+                    f"step_speedup_vs_cudnn/{where}", got["cudnn"] / sparse.later, {"cudnn_step_ms": got["cudnn"] * 1e3}
+                )
+            if thousands == 64:
+                add(f"break_even_steps/{where}", got["break_even"], detail, "steps")
+            print(where, rows[-1]["detail"], flush=True)
+    if over_floor:
+        rows.append(common.row("sparse_step/all/worst_over_floor", max(over_floor), "x", goal="<=1.25"))
+        rows.append(common.row("first_step/over_dense", max(firsts), "x", goal="<=1.15"))
+    for id, goal, better in (
+        ("break_even_steps/64k", "<=2", max),
+        ("step_speedup_vs_cudnn/128k", ">=6.3", min),
+    ):
+        head, _, size = id.partition("/")
+        values = [r["value"] for r in rows if r["id"].startswith(f"{head}/") and f"/{size}/" in r["id"]]
+        if values:
+            rows.append(common.row(id, better(values), "x", goal=goal))
+    common.write_results("mage", rows, folder=options.out)
+    common.print_rows(rows)
+
+
+if __name__ == "__main__":
+    main()
