@@ -41,7 +41,11 @@ def table(folder: Path = RESULTS) -> str:
 def _line(report: dict[str, Any], row: dict[str, Any]) -> str:
     commit = str(row.get("commit", report["commit"]))[:8]
     goal = row.get("goal", "")
-    cells = [f"`{row['id']}`", f"{row['value']:g} {row['unit']}", f"{goal} {row['unit']}" if goal else ""]
+    cells = [
+        f"`{row['id']}`",
+        f"{row['value']:g} {row['unit']}".strip(),
+        f"{goal} {row['unit']}".strip() if goal else "",
+    ]
     return "| " + " | ".join([*cells, VERDICTS[row.get("met")], report["device"], commit]) + " |"
 
 
