@@ -162,7 +162,7 @@ def _settle(rows: Rows, stops: jax.Array, was_complete: jax.Array) -> Rows:
         ready=jnp.where(fresh & ~rows.failed, jnp.minimum(end, rows.limit), rows.ready),
         fresh=fresh,
         done=rows.done | finished,
-        blocks=rows.blocks + fresh,
+        blocks=rows.blocks + (fresh & ~rows.failed),
     )
 
 

@@ -233,6 +233,10 @@ def _strict(cls: type, values: Any) -> Any:
     return cls(**values)
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _default_policy() -> Any:
     from herald_jax.denoise import Threshold
 
@@ -282,14 +286,14 @@ class GenerateConfig:
                 f"policy is {self.policy!r}, but must be one of {', '.join(p.__name__ for p in POLICIES)}",
             ),
             (
-                0 <= self.temperature < float("inf"),
+                _number(self.temperature) and 0 <= self.temperature < float("inf"),
                 f"temperature is {self.temperature!r}, but must be 0 (greedy) or a positive number",
             ),
             (
                 isinstance(self.top_k, int) and self.top_k >= 0,
                 f"top_k is {self.top_k!r}, but must be 0 (off) or a positive integer",
             ),
-            (0 < self.top_p <= 1, f"top_p is {self.top_p!r}, but must be in (0, 1]"),
+            (_number(self.top_p) and 0 < self.top_p <= 1, f"top_p is {self.top_p!r}, but must be in (0, 1]"),
             (
                 isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63,
                 f"seed is {self.seed!r}, but must be an integer of 64 bits",

@@ -7,6 +7,7 @@ This module is the host side of the block loop: it checks the request, sizes the
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -312,7 +313,14 @@ def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
         raise GenerationError("prompts is a single text, but a list of prompts was expected; write [prompt]")
     if len(prompts) == 0:
         raise GenerationError("prompts is empty, but at least one prompt was expected")
-    return [model.tokenizer.encode(p) if isinstance(p, str) else [int(t) for t in p] for p in prompts]
+    encoded = []
+    for row, prompt in enumerate(prompts):
+        try:
+            ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise GenerationError(f"prompt {row} must be a text or a list of token ids: {error}") from None
+        encoded.append(ids)
+    return encoded
 
 
 def _check(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:

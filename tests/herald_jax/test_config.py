@@ -129,6 +129,8 @@ REQUESTS = {
         "policy is 'greedy', but must be one of StaticLowConfidence, Threshold, EntropyBound, Sequential",
     ),
     "cold": ({"temperature": -0.1}, "temperature is -0.1, but must be 0 (greedy) or a positive number"),
+    "text": ({"temperature": "a"}, "temperature is 'a', but must be 0 (greedy) or a positive number"),
+    "switch": ({"top_p": True}, "top_p is True, but must be in (0, 1]"),
     "hot": ({"temperature": float("inf")}, "temperature is inf, but"),
     "nan": ({"temperature": float("nan")}, "temperature is nan, but"),
     "top-k": ({"top_k": -1}, "top_k is -1, but must be 0 (off) or a positive integer"),

@@ -44,6 +44,16 @@ def test_requests_are_refused_in_a_sentence(name: str, way: Any) -> None:
         way(tiny.model(tiny.SDAR), prompts, dataclasses.replace(SHORT, **fields))
 
 
+def test_ids_are_whole_numbers() -> None:
+    """A fraction is not cut to an id; NumPy's integers are welcome."""
+    with pytest.raises(GenerationError, match="prompt 1 must be a text or a list of token ids"):
+        generate(tiny.model(tiny.SDAR), [[1], [2.5]], SHORT)  # type: ignore[list-item]
+    ids = np.array([1, 2])
+    assert (
+        generate(tiny.model(tiny.SDAR), [ids], SHORT).tokens == generate(tiny.model(tiny.SDAR), [[1, 2]], SHORT).tokens
+    )
+
+
 def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(CheckpointError, match="the model carries no tokenizer files; pass token ids instead of text"):
         generate(tiny.model(tiny.SDAR), ["hello"], SHORT)
