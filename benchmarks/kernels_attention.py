@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import common
-from pallas_kernels import Importance, block_attention
+from pallas_kernels import Importance, block_attention, dispatch
 from pallas_kernels.reference import attention_reference, importance_reference
 
 SHORT_FLOOR = 6e-6
@@ -142,7 +142,7 @@ def _inputs(case: Case) -> list[tuple]:
 
 
 def _ours(**options):
-    implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
+    implementation: dispatch.Implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
 
     def call(q, k, v, lengths):
         result = block_attention(q, k, v, lengths, implementation=implementation, **options)

@@ -113,8 +113,30 @@ def select(implementation: str | None, missing: Callable[[], str | None]) -> str
 
 def run(chosen: str, mosaic_gpu: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
     """Calls the chosen form with `args`. "auto" is decided by the platform that the computation is lowered for."""
+
+    def kernel(*args):
+        return _varying_like(args, mosaic_gpu(*args))
+
     if chosen == "mosaic_gpu":
-        return mosaic_gpu(*args)
+        return kernel(*args)
     if chosen == "xla":
         return xla(*args)
-    return lax.platform_dependent(*args, cuda=mosaic_gpu, default=xla)
+    return lax.platform_dependent(*args, cuda=kernel, default=xla)
+
+
+def _varying_like(args: Any, results: Any) -> Any:
+    """The results, typed as varying over the mesh axes that any of the arguments varies over.
+
+    Inside a shard_map a kernel's results come out typed as the same on every device, whatever it read.
+    """
+
+    def varying(x) -> frozenset[Any]:
+        return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(args)))
+
+    def cast(x):
+        missing = tuple(axis for axis in sorted(axes, key=str) if axis not in varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, results)

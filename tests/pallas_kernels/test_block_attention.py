@@ -293,22 +293,56 @@ LOWERED = {
 }
 
 
+def h100s(count):
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    return jax.sharding.AbstractMesh((count,), ("model",), (AxisType.Explicit,), abstract_device=device)
+
+
 @needs_mosaic
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_an_abstract_h100(name):
     """The whole kernel goes through Mosaic GPU's own checks, on a machine without a GPU."""
     case, options, kernels = LOWERED[name]
     p = jax.eval_shape(functools.partial(make, case))
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
 
     def run(q, k, v, lengths):
         layer = None if not case.stacked else jnp.int32(1)
         return block_attention(q, k, v, lengths, layer=layer, implementation="mosaic_gpu", **options)
 
     lengths = jax.ShapeDtypeStruct((len(case.lengths), len(case.lengths[0])), jnp.int32)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(h100s(1)):
         traced = jax.jit(run).trace(p.q, p.cached_k, p.cached_v, lengths)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for kernel in kernels:
         assert f"{kernel}_mosaic_gpu" in text
+
+
+@needs_mosaic
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+def test_lowers_inside_shard_map_and_a_loop(implementation):
+    """Each device has its heads; the types of a kernel's results have to say that they differ between devices."""
+    heads, cache = PartitionSpec(None, None, "model"), PartitionSpec(None, None, "model")
+
+    def per_device(q, k, v, lengths):
+        def step(layer, q):
+            return block_attention(q, k, v, lengths, layer=layer, implementation=implementation).out
+
+        result = block_attention(
+            lax.fori_loop(0, 3, step, q), k, v, lengths, layer=0, importance=Importance(), implementation=implementation
+        )
+        return result.out, result.lse, result.importance
+
+    mesh = h100s(2)
+    with jax.sharding.use_abstract_mesh(mesh):
+
+        def spec(shape, dtype, where):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, where))
+
+        q = spec((2, 32, 8, 128), jnp.bfloat16, heads)
+        kv = spec((3, 2, 2, 1024, 128), jnp.bfloat16, cache)
+        lengths = spec((2,), jnp.int32, PartitionSpec())
+        specs = (heads, heads, PartitionSpec(None, "model"))
+        run = jax.shard_map(per_device, in_specs=(heads, cache, cache, PartitionSpec()), out_specs=specs)
+        text = jax.jit(run).trace(q, kv, kv, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert "block_attention_mosaic_gpu" in text
+    assert "block_attention_importance_mosaic_gpu" in text
