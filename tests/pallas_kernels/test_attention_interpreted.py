@@ -76,14 +76,15 @@ def test_queries_that_see_different_entries(interpreted, runs):
     check_output(run(interpreted, p, case, splits=1), p, case)
 
 
-def test_importance_of_one_query(interpreted):
-    case = Case(((250,),), queries=8, kv_heads=1, group=2, entries=264)
+@pytest.mark.parametrize(("splits", "over"), [(1, "visible"), (2, "prefix")])
+def test_importance_of_one_query(interpreted, splits, over):
+    case = Case(((250,), (0,)), queries=8, kv_heads=1, group=2, entries=264)
     p = make(case)
-    prefix = jnp.asarray([242])
-    options = Importance("mean", "prefix")
-    result = run(interpreted, p, case, jnp.asarray([3], jnp.int32), prefix, options, splits=2, stages=2)
+    prefix = jnp.asarray([242, 0]) if over == "prefix" else None
+    options = Importance("mean", over)
+    result = run(interpreted, p, case, jnp.asarray([3, 0], jnp.int32), prefix, options, splits=splits, stages=2)
     check_output(result, p, case)
-    chosen = jnp.arange(8)[None] == 3
+    chosen = jnp.arange(8)[None] == jnp.asarray([[3], [0]])
     check_importance(result.importance, p, chosen, reduce="mean", prefix=prefix, dtype="bfloat16")
 
 
