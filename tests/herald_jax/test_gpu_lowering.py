@@ -1,0 +1,72 @@
+"""The block loop lowered for an H100 on a machine without one: which kernels it holds, and how many times."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from herald_jax import Dense, Mage, Threshold
+from herald_jax.block_loop import LoopOptions, Rows, run_blocks
+from herald_jax.cache import DeviceKV
+from herald_jax.denoise import Sampling
+from herald_jax.mage import MageKV
+from herald_jax.model import param_specs, unflatten
+from herald_jax.plans import Plan
+from pallas_kernels import dispatch
+from tests.herald_jax import tiny
+
+pytestmark = pytest.mark.skipif(
+    dispatch.jax_version() < dispatch.MIN_JAX,
+    reason=f"the kernels need JAX {dispatch.MIN_JAX}; this is {jax.__version__}",
+)
+
+
+def kernels(plan: Plan, layers: int) -> list[str]:
+    """Names of the Mosaic GPU kernels in the loop of a small bfloat16 model with `layers` layers."""
+    config = dataclasses.replace(tiny.SDAR, num_layers=layers, head_dim=64, dtype="bfloat16")
+    of = jax.ShapeDtypeStruct
+    batch, slots, block = 2, 256, config.diffusion.block_length
+    params = unflatten({path: of(spec.shape, spec.dtype) for path, spec in param_specs(config).items()})
+    number, flag, scalar = of((batch,), jnp.int32), of((batch,), jnp.bool_), of((), jnp.int32)
+
+    def rows() -> Rows:
+        cache: DeviceKV | MageKV = DeviceKV.empty(config, batch, slots)
+        if isinstance(plan, Mage):
+            cache = MageKV.around(cache, plan, config, slots, None)
+        keys = jax.random.split(jax.random.key(0), batch)
+        zero, off = jnp.zeros(number.shape, number.dtype), jnp.zeros(flag.shape, flag.dtype)
+        canvas = jnp.zeros((batch, block), jnp.int32)
+        count = jnp.zeros(scalar.shape, scalar.dtype)
+        return Rows(
+            cache, jnp.zeros((batch, slots), jnp.int32), zero, zero, zero, canvas, canvas > 0, zero, off, zero, off,
+            off, off, keys, zero, zero, zero, count, zero, count,
+        )  # fmt: skip
+
+    state = jax.eval_shape(rows)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = run_blocks.trace(
+            params,
+            state,
+            Threshold(0.5),
+            Sampling.of(0.0, 0, 1.0),
+            of((1,), jnp.int32),
+            of((), jnp.bool_),
+            options=LoopOptions(config, plan=plan),
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call @(mosaic_gpu\w*)", text)
+
+
+@pytest.mark.parametrize("plan", [Dense(), Mage(0.5, dense_layers=1)], ids=["dense", "mage"])
+def test_kernels_are_lowered_once_and_not_once_a_layer(plan: Plan) -> None:
+    """Lowered anew in each of 36 layers they took minutes to compile (docs/measurements.md)."""
+    few, many = kernels(plan, 3), kernels(plan, 7)
+    assert few
+    assert len(many) == len(few)
