@@ -199,6 +199,8 @@ def step(
         if phase == "select":
             cache = mage.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
         else:
+            counted = active & jnp.any(~rows.known, axis=1)
+            cache = mage.add_measured(cache, options.plan, rows.length, counted)
             cache = mage.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
     reveal = policy(
         eligible=eligible,

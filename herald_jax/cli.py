@@ -33,7 +33,22 @@ from herald_jax.stats import Stats
 # Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
 PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
     "dense": (Dense, {}),
-    "mage": (Mage, {"budget": "budget"}),
+    "mage": (
+        Mage,
+        {
+            name: name
+            for name in (
+                "budget",
+                "min_budget",
+                "query",
+                "reduce",
+                "dense_layers",
+                "select_at_step",
+                "selector",
+                "measure",
+            )
+        },
+    ),
 }
 POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
     "static": (denoise.StaticLowConfidence, {"steps": "steps"}),
@@ -143,6 +158,17 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
     group.add_argument(
         "--budget", type=_count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
+    )
+    group.add_argument("--min-budget", type=int, metavar="N", help="mage: at least so many entries")
+    group.add_argument("--query", metavar="Q", help="mage: whose attention selects: all, center, first or last")
+    group.add_argument("--reduce", metavar="R", help="mage: mean or max over those queries")
+    group.add_argument("--dense-layers", type=int, metavar="N", help="mage: leading layers that attend to everything")
+    group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
+    group.add_argument(
+        "--selector", metavar="S", help="mage: mage, or a baseline: oracle, quest, tidal, random, recent"
+    )
+    group.add_argument(
+        "--measure", action="store_const", const=True, help="mage: report recall and kept attention with --stats"
     )
 
     group = parser.add_argument_group("running")

@@ -1,6 +1,7 @@
 """One denoising decision: hidden states to (token, confidence, entropy), then a policy that says what to reveal.
 
-Policies are small frozen callables, pytrees whose thresholds are traced leaves: changing a threshold never recompiles.
+Policies are small frozen callables, pytrees whose numbers are traced leaves: another threshold or number of steps does
+not recompile (naming steps at all, instead of None, does once).
 Shape letters: B batch, M block length, R rows of hidden states, E hidden, V vocabulary.
 """
 
@@ -124,8 +125,8 @@ def schedule(step: jax.Array, block_length: int, steps: int | None) -> jax.Array
 
     None means one per step. Past the last scheduled step (sub-blocks can need more) the smaller share goes on.
     """
-    steps = block_length if steps is None else min(steps, block_length)
-    base, extra = divmod(block_length, steps)
+    wanted = block_length if steps is None else jnp.minimum(steps, block_length)
+    base, extra = block_length // wanted, block_length % wanted
     return jnp.where(step < extra, base + 1, base)
 
 
@@ -137,14 +138,19 @@ def _ranks(order: jax.Array, eligible: jax.Array) -> jax.Array:
     return jnp.sum(before & eligible[:, None, :], axis=-1)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
 def _as_float(policy: object, name: str) -> None:
     # 1 and 1.0 are one value, but as traced arguments two types, that is two compiled programs.
     if isinstance(value := getattr(policy, name), int):
         object.__setattr__(policy, name, float(value))
 
 
-def _check_steps(steps: int | None) -> None:
-    if steps is not None and not (isinstance(steps, int) and steps > 0):
+def _check_steps(steps: Any) -> None:
+    # Only Python's own values are judged: as a pytree a policy is also built from tracers, shapes and placeholders.
+    if isinstance(steps, (bool, float, str)) or (isinstance(steps, int) and steps <= 0):
         raise GenerationError(
             f"steps is {steps!r}, but must be a positive number of steps per block, or None for one each"
         )
@@ -157,7 +163,7 @@ class StaticLowConfidence:
     SDAR's `low_confidence_static`. steps=None reveals one position per step.
     """
 
-    steps: int | None = None
+    steps: Any = None
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
@@ -178,11 +184,11 @@ class Threshold:
     """
 
     threshold: Any = 0.9
-    steps: int | None = None
+    steps: Any = None
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
-        if isinstance(self.threshold, (int, float)) and not 0 <= self.threshold <= 1:
+        if isinstance(self.threshold, str) or (_is_number(self.threshold) and not 0 <= self.threshold <= 1):
             raise GenerationError(f"threshold is {self.threshold!r}, but a probability between 0 and 1 was expected")
         _as_float(self, "threshold")
 
@@ -203,11 +209,11 @@ class EntropyBound:
     """
 
     bound: Any = 0.35
-    steps: int | None = None
+    steps: Any = None
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
-        if isinstance(self.bound, (int, float)) and not 0 <= self.bound < float("inf"):
+        if isinstance(self.bound, str) or (_is_number(self.bound) and not 0 <= self.bound < float("inf")):
             raise GenerationError(f"entropy bound is {self.bound!r}, but a number of nats from 0 up was expected")
         _as_float(self, "bound")
 
@@ -225,7 +231,7 @@ class EntropyBound:
 class Sequential:
     """Reveal the scheduled number of leftmost masked positions: SDAR's `sequential`."""
 
-    steps: int | None = None
+    steps: Any = None
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
@@ -243,9 +249,9 @@ Policy = StaticLowConfidence | Threshold | EntropyBound | Sequential
 for _cls, _data, _meta in (
     (Prediction, ["token", "confidence", "entropy"], []),
     (Sampling, ["temperature", "top_p"], ["top_k", "greedy", "nucleus"]),
-    (StaticLowConfidence, [], ["steps"]),
-    (Threshold, ["threshold"], ["steps"]),
-    (EntropyBound, ["bound"], ["steps"]),
-    (Sequential, [], ["steps"]),
+    (StaticLowConfidence, ["steps"], []),
+    (Threshold, ["threshold", "steps"], []),
+    (EntropyBound, ["bound", "steps"], []),
+    (Sequential, ["steps"], []),
 ):
     jax.tree_util.register_dataclass(_cls, data_fields=_data, meta_fields=_meta)

@@ -224,7 +224,12 @@ class _Run:
                 "sparse_blocks": rows.sparse_blocks,
                 "exact_forwards": rows.exact_forwards,
             }
+            | self._measured()
         )
+
+    def _measured(self) -> dict[str, jax.Array]:
+        cache = self._rows.cache
+        return {"measured": cache.measured} if isinstance(cache, MageKV) and cache.measured is not None else {}
 
     @property
     def finished(self) -> bool:
@@ -279,6 +284,7 @@ class _Run:
     def stats(self) -> Stats:
         host = {name: value[: self.count] if value.ndim else value for name, value in self._host.items()}
         forwards, commits = int(host["forwards"].sum()), int(host["commits"].sum())
+        measured = host["measured"].sum(axis=0) if "measured" in host else np.zeros(3)
         return Stats(
             rows=self.count,
             prompt_tokens=int(self.prompt_length[: self.count].sum()),
@@ -290,6 +296,9 @@ class _Run:
             blocks=int(host["blocks"].sum()),
             sparse_blocks=int(host["sparse_blocks"].sum()),
             exact_forwards=int(host["exact_forwards"]),
+            recall_sum=float(measured[0]),
+            mass_sum=float(measured[1]),
+            measured=int(measured[2]),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             compile_seconds=self._clock.seconds,

@@ -39,6 +39,8 @@ class MageKV:
       counts: i32[L, B], selected entries.
       indices: i32[L, B, K, P], every layer's selection, ascending, -1 padded.
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
+      quality: f32[L, B, 2], recall and kept mass of the last sparse step in each layer, and `measured` f32[B, 3], their
+        sums over layers and steps and the number of summands; None unless the plan measures.
     """
 
     full: DeviceKV
@@ -47,6 +49,8 @@ class MageKV:
     indices: jax.Array
     votes: jax.Array | None
     need: jax.Array | None
+    quality: jax.Array | None
+    measured: jax.Array | None
 
     @classmethod
     def around(cls, full: DeviceKV, plan: Mage, config: ModelConfig, longest: int, mesh: Mesh | None) -> MageKV:
@@ -58,9 +62,11 @@ class MageKV:
         if plan.allocate == "layer_adaptive":
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
             need = jnp.zeros((layers, batch, heads), jnp.float32)
+        quality = jnp.zeros((layers, batch, 2), jnp.float32) if plan.measure else None
+        measured = jnp.zeros((batch, 3), jnp.float32) if plan.measure else None
         counts = jnp.zeros((layers, batch), jnp.int32)
         indices = jnp.full((layers, batch, heads, capacity), -1, jnp.int32)
-        return cls(full, pool, counts, indices, votes, need)
+        return cls(full, pool, counts, indices, votes, need, quality, measured)
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +77,9 @@ def _specs(kv: MageKV) -> MageKV:
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
     votes = None if kv.votes is None else P(None, "data", "model", None)
     need = None if kv.need is None else P(None, "data", "model")
-    return MageKV(both, both, P(None, "data"), _INDICES, votes, need)  # type: ignore[arg-type]
+    quality = None if kv.quality is None else P(None, "data", None)
+    measured = None if kv.measured is None else P("data", None)
+    return MageKV(both, both, P(None, "data"), _INDICES, votes, need, quality, measured)  # type: ignore[arg-type]
 
 
 def placed(kv: MageKV, mesh: Mesh) -> MageKV:
@@ -142,7 +150,8 @@ class MageAttend:
         b, t, kv_heads, group, d = q.shape
         folded = q.reshape(b, t, kv_heads * group, d)
         dense = self.role == "dense"
-        if not self.sparse or dense:
+        measuring = self.plan.measure and self.sparse and not dense
+        if not self.sparse or dense or measuring:
             full = DeviceKV(write(cache.full.k, layer, k, self.prefix), write(cache.full.v, layer, v, self.prefix))
             cache = dataclasses.replace(cache, full=full)
         if self.sparse:
@@ -156,9 +165,49 @@ class MageAttend:
         if self.sparse and not dense:
             seen = jnp.where(self.visible > 0, cache.counts[layer][:, None] + t, 0)
             out = self._attention(folded, cache.pool, seen, layer).out
+            if measuring:
+                cache = self._measure(layer, folded, cache)
         else:
             out = self._attention(folded, cache.full, self.visible, layer).out
         return out.reshape(q.shape), cache
+
+    def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> Any:
+        """Attention over everything visible, with the importance by which this plan selects."""
+        prefix_only = self.plan.normalise == "prefix"
+        return self._attention(
+            q,
+            cache.full,
+            self.visible,
+            layer,
+            importance=Importance(self.plan.reduce, "prefix" if prefix_only else "visible"),
+            importance_rows=self.rows,
+            prefix_lengths=self.prefix if prefix_only else None,
+        )
+
+    def _measure(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> MageKV:
+        """How the block's selection compares with what this step's own queries would choose, averaged over KV heads."""
+        assert cache.quality is not None  # `around` made it
+        importance = self._exact(layer, q, cache).importance
+        counts, chosen = cache.counts[layer], cache.indices[layer]
+        exact = select.pick(self.plan, importance, counts, self.prefix, chosen.shape[-1], self.implementation)
+        heads = jnp.arange(chosen.shape[1])[None, :, None]
+        rows = jnp.arange(chosen.shape[0])[:, None, None]
+        slots = importance.shape[-1]
+        flags = (
+            jnp.zeros(importance.shape, bool)
+            .at[rows, heads, jnp.where(chosen < 0, slots, chosen)]
+            .set(True, mode="drop")
+        )
+        hit = jnp.take_along_axis(flags, jnp.maximum(exact, 0), axis=-1) & (exact >= 0)
+        recall = jnp.mean(jnp.sum(hit, axis=-1) / jnp.maximum(jnp.sum(exact >= 0, axis=-1), 1), axis=1)
+        inside = (jnp.arange(slots)[None, :] < self.prefix[:, None])[:, None, :]
+        total = jnp.sum(jnp.where(inside, importance, 0.0), axis=-1)
+        kept = jnp.sum(jnp.where(flags & inside, importance, 0.0), axis=-1)
+        mass = jnp.mean(jnp.where(total > 0, kept / jnp.where(total > 0, total, 1.0), 1.0), axis=1)
+        quality = jnp.stack([recall, mass], axis=-1)
+        if self.mesh is not None:
+            quality = jax.lax.pmean(quality, "model")
+        return dataclasses.replace(cache, quality=cache.quality.at[layer].set(quality))
 
     def _attention(self, q: jax.Array, kv: DeviceKV, visible: jax.Array, layer: jax.Array, **importance: Any) -> Any:
         return block_attention(q, kv.k, kv.v, visible, layer=layer, implementation=self.implementation, **importance)
@@ -184,16 +233,7 @@ class MageAttend:
             return out, cache
 
         if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
-            prefix_only = plan.normalise == "prefix"
-            result = self._attention(
-                q,
-                full,
-                self.visible,
-                layer,
-                importance=Importance(plan.reduce, "prefix" if prefix_only else "visible"),
-                importance_rows=self.rows,
-                prefix_lengths=prefix if prefix_only else None,
-            )
+            result = self._exact(layer, q, cache)
             out, score = result.out, result.importance
         else:
             out, score = self._attention(q, full, self.visible, layer).out, None
@@ -271,6 +311,17 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=_specs(cache), check_vma=False)(
         cache, counts, prefix
     )
+
+
+def add_measured(cache: MageKV, plan: Mage, prefix: jax.Array, counted: jax.Array) -> MageKV:
+    """After a sparse forward: add its quality for the rows `counted` bool[B] whose budget is below their prefix."""
+    if cache.quality is None or cache.measured is None:
+        return cache
+    counted = counted & (select.budget_of(plan, prefix) < prefix)
+    quality = cache.quality[plan.dense_layers :]
+    summands = jnp.full((quality.shape[1], 1), quality.shape[0], jnp.float32)
+    step = jnp.concatenate([jnp.sum(quality, axis=0), summands], axis=-1)
+    return dataclasses.replace(cache, measured=cache.measured + jnp.where(counted[:, None], step, 0.0))
 
 
 def commit(

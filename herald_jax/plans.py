@@ -43,6 +43,8 @@ class Mage:
         layers above it, after TidalDecode, arXiv 2410.05076), "random", "recent" (the last entries only).
       page_size: entries per page of "quest".
       reselect_layers: layers at which "tidal" selects anew; None selects once, at the first sparse layer.
+      measure: attend exactly beside every sparse step too, and report how good the selection still was: recall of
+        that step's exact top entries, and the share of the prefix's attention kept. Tokens do not change; time does.
       layer_spread: "layer_adaptive" only: no layer gets more than this many times the budget (ours: the pool has a
         static size). Where no layer wants more, the budgets are exactly the paper's.
     """
@@ -61,6 +63,7 @@ class Mage:
     page_size: int = 16
     reselect_layers: tuple[int, ...] | None = None
     layer_spread: float = 4.0
+    measure: bool = False
 
     def __post_init__(self) -> None:
         whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)

@@ -21,6 +21,8 @@ class Stats:
       blocks: finished blocks, summed over rows.
       sparse_blocks: blocks whose budget was below their prefix, summed over rows (0 under the dense plan).
       exact_forwards: batch forwards that attended to everything in order to select (0 under the dense plan).
+      recall_sum, mass_sum, measured: sums over layers, rows and sparse steps of the recall and the kept mass that
+        `Mage(measure=True)` found, and how many were summed; see `recall` and `mass_kept`.
       prefill_seconds, decode_seconds: wall time, compilation excluded.
       compile_seconds: spent compiling during the call.
       kv_bytes: allocated KV cache, all devices together.
@@ -36,6 +38,9 @@ class Stats:
     blocks: int
     sparse_blocks: int
     exact_forwards: int
+    recall_sum: float
+    mass_sum: float
+    measured: int
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
@@ -51,9 +56,20 @@ class Stats:
         """Denoising steps per finished block."""
         return self.denoise_steps / max(self.blocks, 1)
 
+    @property
+    def recall(self) -> float | None:
+        """Share of each later step's exact top entries that the block's selection held; None if not measured."""
+        return self.recall_sum / self.measured if self.measured else None
+
+    @property
+    def mass_kept(self) -> float | None:
+        """Share of the prefix's attention that fell on selected entries at later steps; None if not measured."""
+        return self.mass_sum / self.measured if self.measured else None
+
     def as_dict(self) -> dict[str, Any]:
         """Fields and derived figures, JSON-able."""
-        derived = {"tokens_per_forward": self.tokens_per_forward, "steps_per_block": self.steps_per_block}
+        names = ("tokens_per_forward", "steps_per_block", "recall", "mass_kept")
+        derived = {name: getattr(self, name) for name in names}
         return dataclasses.asdict(self) | derived
 
     def lines(self) -> list[str]:
@@ -76,6 +92,8 @@ class Stats:
             report.append(
                 f"sparse blocks       {self.sparse_blocks} of {self.blocks} ({self.exact_forwards} exact forwards)"
             )
+        if self.recall is not None and self.mass_kept is not None:
+            report.append(f"selection           recall {self.recall:.3f}, attention kept {self.mass_kept:.3f}")
         return report
 
 

@@ -42,8 +42,8 @@ def _block_pass(config: ModelConfig, params: Any, tokens: Any, start: Any, kept:
     return jnp.einsum("te,ve->tv", hidden[0], module.head_kernel(), precision="highest"), cache
 
 
-def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) -> list[set[int]]:
-    """The entries of each KV head, from one layer's scores [K, G, M, WIDTH + M]."""
+def _shares(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) -> list[np.ndarray]:
+    """The importance [prefix] of each KV head, from one layer's scores [K, G, M, WIDTH + M]."""
     heads, group, m, _ = scores.shape
     centre = (m - 1) / 2
     queries = {
@@ -52,8 +52,7 @@ def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) 
         "last": [max(masked)],
         "center": [min(masked, key=lambda i: (abs(i - centre), i))],
     }[plan.query]
-    always = {i for i in range(prefix) if i < plan.sinks or i >= prefix - plan.recent}
-    chosen = []
+    merged = []
     for head in range(heads):
         shares = []
         for g in range(group):
@@ -62,16 +61,32 @@ def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) 
                 line = line[:prefix] if plan.normalise == "prefix" else np.concatenate([line[:prefix], line[WIDTH:]])
                 weight = np.exp(line - line.max()) if len(line) else line
                 shares.append((weight / weight.sum())[:prefix])
-        merged = np.max(shares, axis=0) if plan.reduce == "max" else np.mean(shares, axis=0)
-        if plan.selector == "recent":
-            merged = np.arange(prefix)
-        best = sorted((i for i in range(prefix) if i not in always), key=lambda i: (-merged[i], i))
+        merged.append(np.max(shares, axis=0) if plan.reduce == "max" else np.mean(shares, axis=0))
+    return merged
+
+
+def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) -> list[set[int]]:
+    """The entries that each KV head selects."""
+    always = {i for i in range(prefix) if i < plan.sinks or i >= prefix - plan.recent}
+    chosen = []
+    for share in _shares(plan, scores, masked, prefix):
+        rank = np.arange(prefix) if plan.selector == "recent" else share
+        best = sorted((i for i in range(prefix) if i not in always), key=lambda i: (-rank[i], i))
         chosen.append(always | set(best[: plan.entries(prefix) - len(always)]))
     return chosen
 
 
-def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: Mage) -> list[int]:
-    """Greedy new tokens of one prompt, stop tokens ignored; SDAR-form or seeded, without sub-blocks' cache."""
+def decode(
+    model: Model,
+    prompt: Sequence[int],
+    request: GenerateConfig,
+    plan: Mage,
+    quality: list[tuple[float, float]] | None = None,
+) -> list[int]:
+    """Greedy new tokens of one prompt, stop tokens ignored; SDAR-form or seeded, without sub-blocks' cache.
+
+    Recall and kept mass of every sparse step, layer and head are appended to `quality`.
+    """
     config, contract = model.config, model.config.diffusion
     size, small, hole = contract.block_length, contract.small_block_length, contract.mask_token_id
     heads, shift = config.num_kv_heads, int(contract.logit_alignment == "shifted")
@@ -100,6 +115,14 @@ def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: M
             masked = [i for i in range(size) if canvas[i] is None]
             if not masked:
                 break
+            if not exact and quality is not None and plan.entries(start) < start:
+                for layer in range(plan.dense_layers, config.num_layers):
+                    shares = _shares(plan, np.asarray(cache[layer][2]), masked, start)
+                    wanted = _choose(plan, np.asarray(cache[layer][2]), masked, start)
+                    for head in range(heads):
+                        have = set(np.flatnonzero(visible[layer, head]).tolist())
+                        mass = shares[head][sorted(have)].sum() / shares[head].sum()
+                        quality.append((len(have & wanted[head]) / len(wanted[head]), mass))
             if exact:
                 visible, before = everything.copy(), None
                 for layer in range(plan.dense_layers, config.num_layers):

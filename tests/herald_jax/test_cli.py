@@ -162,6 +162,17 @@ def test_plan_flags(tmp_path, capsys) -> None:
     result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), herald_jax.Mage(0.5))
     assert json.loads(capsys.readouterr().out)["tokens"] == result.tokens[0]
 
+    flags = ["--plan", "mage", "--budget", "4", "--min-budget", "0", "--query", "center", "--reduce", "max"]
+    flags += ["--dense-layers", "1", "--select-at-step", "2", "--measure", "--stats"]
+    assert cli.main([deeper, PROMPTS[2], "--json", *flags, *FEW]) == 0
+    plan = herald_jax.Mage(
+        4, min_budget=0, query="center", reduce="max", dense_layers=1, select_at_step=2, measure=True
+    )
+    result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), plan)
+    answer, stats = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert answer["tokens"] == result.tokens[0]
+    assert 0 < stats["stats"]["recall"] == pytest.approx(result.stats.recall)
+
 
 # --- output -------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,8 @@ def test_schedule_spreads_the_block_over_the_steps(block: int) -> None:
         (lambda: Threshold(1.01), "threshold is 1.01, but a probability between 0 and 1 was expected"),
         (lambda: Threshold(-0.1), "threshold is -0.1, but"),
         (lambda: Threshold(float("nan")), "threshold is nan, but"),
+        (lambda: Threshold("high"), "threshold is 'high', but a probability"),
+        (lambda: Sequential("two"), "steps is 'two', but"),
         (lambda: EntropyBound(-1), "entropy bound is -1, but a number of nats from 0 up was expected"),
         (lambda: EntropyBound(float("inf")), "entropy bound is inf, but"),
     ],
@@ -108,9 +110,10 @@ def test_policies_refuse(make: Any, sentence: str) -> None:
         make()
 
 
-def test_thresholds_are_leaves_and_steps_are_not() -> None:
-    """What may change without compiling anew, and what may not."""
-    assert jax.tree.leaves([Threshold(0.25, steps=3), EntropyBound(1), Sequential(2)]) == [0.25, 1.0]
+def test_numbers_are_leaves() -> None:
+    """Thresholds and steps may change without compiling anew; naming steps at all is another program."""
+    assert jax.tree.leaves([Threshold(0.25, steps=3), EntropyBound(1), Sequential(2)]) == [0.25, 3, 1.0, 2]
+    assert jax.tree.structure(Threshold(0.25, 2)) == jax.tree.structure(Threshold(1, 7))
     assert (
         jax.tree.structure(Threshold(0.25)) == jax.tree.structure(Threshold(1)) != jax.tree.structure(Threshold(1, 2))
     )

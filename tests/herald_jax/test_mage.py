@@ -155,6 +155,25 @@ def test_pool_holds_the_chosen_rows_bit_for_bit():
                 np.testing.assert_array_equal(np.asarray(pool)[-1, b, head, :6], np.asarray(full)[-1, b, head, chosen])
 
 
+def test_recall_and_kept_mass_are_the_plain_ones():
+    """Measured beside the sparse steps, on one device and on a mesh, without changing a token."""
+    config, plan = FORMS["sdar"], Mage(5, dense_layers=1, min_budget=0, query="center")
+    model, prompts = tiny.model(config), tiny.prompts((18, 33))
+    unmeasured = herald_jax.generate(model, prompts, REQUEST, plan)
+    assert unmeasured.stats.recall is None
+    quality = []
+    tokens = [plain_mage.decode(model, prompt, REQUEST, plan, quality) for prompt in prompts]
+    many = herald_jax.Model.from_params(config, tiny.params(config), mesh=herald_jax.make_mesh(model=2))
+    for on in (model, many):
+        result = herald_jax.generate(on, prompts, REQUEST, dataclasses.replace(plan, measure=True))
+        assert result.tokens == unmeasured.tokens == tokens
+        recall, mass = np.mean(quality, axis=0)
+        assert 0.3 < recall < 0.98
+        np.testing.assert_allclose(result.stats.recall, recall, rtol=1e-4)
+        np.testing.assert_allclose(result.stats.mass_kept, mass, rtol=1e-4)
+        assert f"recall {recall:.3f}" in "\n".join(result.stats.lines())
+
+
 def test_no_copy_of_the_cache_or_the_pool_in_the_compiled_loop():
     config = FORMS["sdar"]
     model = tiny.model(config)
