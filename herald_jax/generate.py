@@ -146,7 +146,7 @@ class _Run:
         contract = model.config.diffusion
         block = contract.block_length
         ids = _encode(model, prompts)
-        _check(model.config, config, plan, ids)
+        check_request(model.config, config, plan, ids)
         self.count = len(ids)
         if keys is not None and (keys.shape != (self.count,) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
             raise GenerationError(
@@ -332,7 +332,8 @@ def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     return encoded
 
 
-def _check(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
+def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
+    """Raises GenerationError for a request that this model cannot serve."""
     contract = config.diffusion
     if not isinstance(plan, (Dense, Mage)):
         raise GenerationError(f"plan is {plan!r}, but must be Dense() or Mage(...)")

@@ -1,0 +1,161 @@
+"""The flags of `herald-generate`, and the request that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from herald_jax import denoise
+from herald_jax.config import DTYPES, GenerateConfig
+from herald_jax.errors import GenerationError
+from herald_jax.plans import Dense, Mage, Plan
+
+# Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
+PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
+    "dense": (Dense, {}),
+    "mage": (
+        Mage,
+        {
+            name: name
+            for name in (
+                "budget",
+                "min_budget",
+                "query",
+                "reduce",
+                "dense_layers",
+                "select_at_step",
+                "selector",
+                "measure",
+            )
+        },
+    ),
+}
+POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
+    "static": (denoise.StaticLowConfidence, {"steps": "steps"}),
+    "threshold": (denoise.Threshold, {"steps": "steps", "threshold": "threshold"}),
+    "entropy-bound": (denoise.EntropyBound, {"steps": "steps", "entropy_bound": "bound"}),
+    "sequential": (denoise.Sequential, {"steps": "steps"}),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form all of ours have."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; those of one plan or policy default to None, so that `build_request` knows which were given."""
+    defaults = GenerateConfig()
+    parser = _Parser(prog="herald-generate", description="Generate text with a converted checkpoint.")
+    parser.add_argument("checkpoint", help="directory written by herald-convert")
+    parser.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input is the prompt")
+
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--file",
+        metavar="F",
+        help="a prompt on each line ('-': standard input); in a .jsonl file each line is a JSON string, "
+        'or an object with "prompt" or "messages"',
+    )
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="apply the checkpoint's chat template (default: if it has one)",
+    )
+    group.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=defaults.max_new_tokens, metavar="N", help="default %(default)s"
+    )
+    group.add_argument(
+        "--policy", choices=POLICIES, default="threshold", help="which positions a step reveals (default %(default)s)"
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="denoising steps per block (default: one per position)")
+    group.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help=f"confidence that reveals a position (default {denoise.Threshold().threshold})",
+    )
+    group.add_argument(
+        "--entropy-bound",
+        type=float,
+        metavar="NATS",
+        help=f"summed entropy of a step (default {denoise.EntropyBound().bound})",
+    )
+    group.add_argument(
+        "--temperature", type=float, default=defaults.temperature, metavar="T", help="0, the default, is greedy"
+    )
+    group.add_argument("--top-k", type=int, default=defaults.top_k, metavar="K", help="0, the default, is off")
+    group.add_argument("--top-p", type=float, default=defaults.top_p, metavar="P", help="1, the default, is off")
+    group.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling (default %(default)s)")
+    group.add_argument("--block-cache", action="store_true", help="Fast-dLLM v2's cache of sub-blocks")
+    group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
+    group.add_argument(
+        "--budget", type=_count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
+    )
+    group.add_argument("--min-budget", type=int, metavar="N", help="mage: at least so many entries")
+    group.add_argument("--query", metavar="Q", help="mage: whose attention selects: all, center, first or last")
+    group.add_argument("--reduce", metavar="R", help="mage: mean or max over those queries")
+    group.add_argument("--dense-layers", type=int, metavar="N", help="mage: leading layers that attend to everything")
+    group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
+    group.add_argument(
+        "--selector", metavar="S", help="mage: mage, or a baseline: oracle, quest, tidal, random, recent"
+    )
+    group.add_argument(
+        "--measure", action="store_const", const=True, help="mage: report recall and kept attention with --stats"
+    )
+
+    group = parser.add_argument_group("running")
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="write each block as soon as it is finished (default: if the output is a terminal)",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object a line: index, text, tokens, finish_reason")
+    group.add_argument("--output", metavar="F", help="file to write, whole or not at all, instead of standard output")
+    group.add_argument("--stats", action="store_true", help="report forwards, tokens per forward, times and KV bytes")
+    return parser
+
+
+def _count_or_fraction(text: str) -> int | float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of entries nor a fraction") from None
+
+
+def _build(kind: str, table: Mapping[str, tuple[Callable[..., Any], dict[str, str]]], args: argparse.Namespace) -> Any:
+    """The plan or policy that the flags describe. Raises GenerationError for a flag that belongs to another one."""
+    name = getattr(args, kind)
+    build, takes = table[name]
+    for owner, (_, flags) in table.items():
+        for flag in flags.keys() - takes.keys():
+            if getattr(args, flag) is not None:
+                raise GenerationError(
+                    f"--{flag.replace('_', '-')} belongs to --{kind} {owner}, but the {kind} is {name}"
+                )
+    return build(**{own: getattr(args, flag) for flag, own in takes.items() if getattr(args, flag) is not None})
+
+
+def build_request(args: argparse.Namespace) -> tuple[GenerateConfig, Plan]:
+    """What to generate, and how. Raises GenerationError for values and combinations that make no sense."""
+    config = GenerateConfig(
+        max_new_tokens=args.max_new_tokens,
+        policy=_build("policy", POLICIES, args),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        block_cache=args.block_cache,
+    )
+    return config, _build("plan", PLANS, args)
