@@ -70,7 +70,7 @@ def test_imports_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_readable(path: Path) -> None:
     # The aim is 400; this is where a file must be split.
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 550
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
 
 
 @pytest.mark.parametrize("module", ["herald_jax", "herald_jax.cli", "convert.__main__", "pallas_kernels"])
