@@ -87,14 +87,15 @@ def start(config: ModelConfig, params: Params, batch: int, context: int, plan: P
     return rows, options
 
 
-def rewind(rows: Rows, context: int) -> Rows:
+@functools.partial(jax.jit, static_argnames=("context", "seeded"), donate_argnames="rows")
+def rewind(rows: Rows, *, context: int, seeded: bool) -> Rows:
     """The same rows before they wrote anything; the cache's contents do not matter."""
     batch, block = rows.canvas.shape
     zero, off = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool)
-    seeded = jnp.broadcast_to(jnp.arange(block)[None, :] < 1, rows.known.shape)
+    known = jnp.broadcast_to(jnp.arange(block)[None, :] < seeded, rows.known.shape)
     return dataclasses.replace(
         rows, length=zero + context, ready=zero + context, done=off, step=zero, whole_block=off, fresh=off,
-        known=seeded, forwards=zero, commits=zero, blocks=zero, batch_forwards=jnp.zeros((), jnp.int32),
+        known=known, forwards=zero, commits=zero, blocks=zero, batch_forwards=jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def measure(config: ModelConfig, params: Params, batch: int, context: int, plan:
     rows, options = start(config, params, batch, context, plan)
     taken: dict[float, list[float]] = {0.0: [], 1.0: []}
     for threshold in (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
-        rows = jax.block_until_ready(rewind(rows, context))
+        rows = jax.block_until_ready(rewind(rows, context=context, seeded=config.diffusion.seeded))
         began = time.perf_counter()
         rows = run_blocks(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False), options=options)
         forwards = int(rows.batch_forwards)

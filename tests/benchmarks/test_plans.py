@@ -1,0 +1,34 @@
+"""The benchmarks of the plans run, on a model small enough for a CPU; what they measure there means nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from benchmarks import mage
+from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
+from herald_jax import Dense, Mage
+from herald_jax.model import init_params
+from tests.herald_jax import tiny
+
+
+@pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
+@pytest.mark.parametrize("plan", [Dense(), Mage(8, min_budget=0, dense_layers=1)], ids=["dense", "mage"])
+def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
+    config = dataclasses.replace(tiny.FORMS[form], max_position_embeddings=512)
+    params = init_params(config, jax.random.key(0))
+    taken = mage.measure(config, params, 2, 64, plan)
+    assert taken.block(32) == pytest.approx(taken.first + 32 * taken.later)
+    assert taken.first + taken.later > 0  # one-step blocks took time; their parts may drown in noise here
+
+
+def test_what_a_step_must_move() -> None:
+    config = SHAPES["sdar8b"]
+    assert step_weight_bytes(config) == 15_136_811_008  # models.md's 8B shape without the rows of its embedding
+    assert config.kv_bytes_per_token == 144 * 1024
+    # Memory-bound at one block, matmul-bound at many rows.
+    small = mage.floor_of(config, 1, 4096, 4.2e12, 7.8e14)
+    assert small == pytest.approx((15_136_811_008 + 4096 * 144 * 1024) / 4.2e12)
+    assert mage.floor_of(config, 64, 1024, 4.2e12, 7.8e14) > step_flops(config, 64 * 32) / 7.8e14
