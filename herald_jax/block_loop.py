@@ -259,10 +259,16 @@ def _forward(
         at = offset[:, None] + jnp.arange(size)[None, :]
         attend: Attend = DenseAttend(rows.length + offset, visible, keep, options.mesh, options.implementation)
         if isinstance(options.plan, Mage):
-            queries = select.query_rows(options.plan, ~rows.known & active[:, None])
-            sparse = phase == "sparse" and options.plan.selector != "oracle"
+            # A committing row has no mask to ask for; if it selects (the oracle does), its whole block asks.
+            asking = (~rows.known | jnp.all(rows.known, axis=1, keepdims=True)) & active[:, None]
             attend = MageAttend(
-                rows.length, visible, queries, options.plan, sparse, options.mesh, options.implementation
+                rows.length,
+                visible,
+                select.query_rows(options.plan, asking),
+                options.plan,
+                phase == "sparse",
+                options.mesh,
+                options.implementation,
             )
         chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
         hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
@@ -335,6 +341,7 @@ def mage_blocks(
     """
     plan = options.plan
     assert isinstance(plan, Mage)
+    later_phase: Phase = "select" if plan.selector == "oracle" else "sparse"  # the oracle chooses at every step
     sparse = ~rows.done & (select.budget_of(plan, rows.length) < rows.length)
     rows = dataclasses.replace(rows, sparse_blocks=rows.sparse_blocks + sparse)
 
@@ -346,7 +353,7 @@ def mage_blocks(
         return jnp.any(~rows.done & (rows.step > 0))
 
     def later(rows: Rows) -> Rows:
-        return step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=rows.step == 0)
+        return step(model, rows, policy, sampling, stops, options, phase=later_phase, waiting=rows.step == 0)
 
     rows = jax.lax.fori_loop(0, plan.select_at_step, exact, rows)
     return jax.lax.while_loop(inside, later, rows)

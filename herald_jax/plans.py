@@ -45,6 +45,7 @@ class Mage:
       reselect_layers: layers at which "tidal" selects anew; None selects once, at the first sparse layer.
       measure: attend exactly beside every sparse step too, and report how good the selection still was: recall of
         that step's exact top entries, and the share of the prefix's attention kept. Tokens do not change; time does.
+        Not for "oracle", which has no earlier selection to judge.
       layer_spread: "layer_adaptive" only: no layer gets more than this many times the budget (ours: the pool has a
         static size). Where no layer wants more, the budgets are exactly the paper's.
     """
@@ -96,6 +97,10 @@ class Mage:
         _ask(
             self.allocate == "uniform" or self.selector == "mage",
             f"allocate 'layer_adaptive' goes with selector 'mage', not {self.selector!r}",
+        )
+        _ask(
+            not (self.measure and self.selector == "oracle"),
+            "measure judges a selection at the steps after it, but selector 'oracle' selects anew at each",
         )
         if self.reselect_layers is not None:
             object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))

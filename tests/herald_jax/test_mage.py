@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
         Mage(1000, dense_layers=0, query="center", select_at_step=2),
         Mage(1.0, dense_layers=0, allocate="layer_adaptive"),
         Mage(0.01, dense_layers=0, min_budget=64, selector="oracle"),
+        Mage(1.0, dense_layers=1, query="last", selector="oracle"),
         Mage(1.0, dense_layers=1, selector="quest"),
         Mage(1.0, dense_layers=0, selector="random"),
     ],

@@ -162,6 +162,7 @@ def test_votes_rank_first_and_recency_fills():
             {"allocate": "layer_adaptive", "selector": "quest"},
             "'layer_adaptive' goes with selector 'mage', not 'quest'",
         ),
+        ({"selector": "oracle", "measure": True}, "measure judges a selection at the steps after it"),
         ({"reselect_layers": (3,)}, "reselect_layers goes with selector 'tidal' only"),
         ({"budget": 4, "min_budget": 0, "sinks": 3, "recent": 2}, "sinks and recent are 5 entries together"),
     ],
