@@ -223,6 +223,18 @@ def print_rows(rows: Iterable[dict]) -> None:
     print(json.dumps({"rows": rows}))
 
 
+def run_part(rows: Callable[[dict[str, Any]], list[dict]], description: str | None) -> None:
+    """The command line of one part of `benchmarks.kernels`: `rows(context)`, printed and written."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine; writes no results")
+    output_option(parser)
+    options = parser.parse_args()
+    found = rows({"copy_bandwidth": copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick})
+    if not options.quick:
+        write_results("kernels", found, folder=options.out)
+    print_rows(found)
+
+
 def output_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--out FOLDER`, where the results file goes."""
     parser.add_argument(

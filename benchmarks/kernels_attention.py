@@ -10,7 +10,6 @@ query axis, which is what makes them fast here. Results are compared with a floa
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import subprocess
@@ -262,16 +261,5 @@ def _require(what: str, value: jax.Array, expected: jax.Array, tolerance: float)
         raise AssertionError(f"{what}: RMS error {error:.2e}, above {tolerance:.0e}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
-    common.output_option(parser)
-    options = parser.parse_args()
-    found = rows({"copy_bandwidth": common.copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick})
-    if not options.quick:
-        common.write_results("kernels", found, folder=options.out)
-    common.print_rows(found)
-
-
 if __name__ == "__main__":
-    main()
+    common.run_part(rows, __doc__)

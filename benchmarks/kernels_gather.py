@@ -8,7 +8,6 @@ and written over the bandwidth of a large copy. Both are measured in the same ru
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -180,16 +179,5 @@ def _scatter_rows(quick: bool, on_gpu: bool, bandwidth: float) -> list[dict]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
-    common.output_option(parser)
-    options = parser.parse_args()
-    found = rows({"copy_bandwidth": common.copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick})
-    if not options.quick:
-        common.write_results("kernels", found, folder=options.out)
-    common.print_rows(found)
-
-
 if __name__ == "__main__":
-    main()
+    common.run_part(rows, __doc__)

@@ -10,7 +10,6 @@ The floor is one read of the importances and one write of the indices at copy ba
 
 from __future__ import annotations
 
-import argparse
 import functools
 from typing import Any
 
@@ -72,16 +71,5 @@ def rows(context: dict[str, Any]) -> list[dict]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
-    common.output_option(parser)
-    options = parser.parse_args()
-    found = rows({"copy_bandwidth": common.copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick})
-    if not options.quick:
-        common.write_results("kernels", found, folder=options.out)
-    common.print_rows(found)
-
-
 if __name__ == "__main__":
-    main()
+    common.run_part(rows, __doc__)
