@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import re
 import time
 from typing import Any
 
@@ -214,6 +215,21 @@ GOALS = {
 }
 
 
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that speak for several cases: the worst of them."""
+    found = []
+    for id, like, unit, goal, worst in (
+        ("sparse_step/all/worst_over_floor", r"sparse_step/.*/over_floor", "x", "<=1.25", max),
+        ("first_step/over_dense", r"first_step/.*/over_dense", "x", "<=1.15", max),
+        ("break_even_steps/64k", r"break_even_steps/.*/64k/.*", "steps", "<=2", max),
+        ("step_speedup_vs_cudnn/128k", r"step_speedup_vs_cudnn/.*/128k/.*", "x", ">=6.3", min),
+    ):  # fmt: skip
+        values = [r["value"] for r in rows if re.fullmatch(like, r["id"])]
+        if values:
+            found.append(common.row(id, worst(values), unit, goal=goal))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(f"{n}:{b}" for n, b in CASES), help="shape:batch, comma-separated")
@@ -232,7 +248,7 @@ def main() -> None:
     def add(id: str, value: float, detail: dict[str, Any] | None = None, unit: str = "x") -> None:
         rows.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail))
 
-    over_floor, firsts, loaded, params = [], [], None, {}
+    loaded, params = None, {}
     for name, batch in ((n, int(b)) for n, b in (case.split(":") for case in options.cases.split(","))):
         config = SHAPES[name]
         if loaded != name:
@@ -263,8 +279,7 @@ def main() -> None:
             add(f"sparse_step/{where}/over_floor", sparse.later / got["sparse_floor"], detail)
             add(f"step_speedup/{where}", dense.later / sparse.later, detail)
             add(f"block_speedup/{where}", dense.block() / sparse.block(), detail)
-            over_floor.append(sparse.later / got["sparse_floor"])
-            firsts.append(sparse.first / dense.later)
+            add(f"first_step/{where}/over_dense", sparse.first / dense.later, detail)
             if cudnn:
                 add(
                     f"step_speedup_vs_cudnn/{where}", got["cudnn"] / sparse.later, {"cudnn_step_ms": got["cudnn"] * 1e3}
@@ -272,19 +287,9 @@ def main() -> None:
             if thousands == 64:
                 add(f"break_even_steps/{where}", got["break_even"], detail, "steps")
             print(where, rows[-1]["detail"], flush=True)
-    if over_floor:
-        rows.append(common.row("sparse_step/all/worst_over_floor", max(over_floor), "x", goal="<=1.25"))
-        rows.append(common.row("first_step/over_dense", max(firsts), "x", goal="<=1.15"))
-    for id, goal, better in (
-        ("break_even_steps/64k", "<=2", max),
-        ("step_speedup_vs_cudnn/128k", ">=6.3", min),
-    ):
-        head, _, size = id.partition("/")
-        values = [r["value"] for r in rows if r["id"].startswith(f"{head}/") and f"/{size}/" in r["id"]]
-        if values:
-            rows.append(common.row(id, better(values), "x", goal=goal))
-    common.write_results("mage", rows, folder=options.out)
-    common.print_rows(rows)
+            # After every case: a run that is cut short keeps what it has.
+            common.write_results("mage", rows + summary(rows), folder=options.out)
+    common.print_rows(rows + summary(rows))
 
 
 if __name__ == "__main__":
