@@ -39,6 +39,7 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: "llama3" only.
       original_max_position_embeddings: trained context, "llama3" and "yarn".
       beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: "yarn" only.
+      rotary_dim: how many of a head's leading dimensions are rotated, the rest passes (LLaDA2: half); None = all.
     """
 
     theta: float
@@ -53,6 +54,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         kinds = ("default", "linear", "llama3", "yarn")
@@ -140,11 +142,80 @@ class DiffusionContract:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """The expert layers of a mixture of experts, which replace the MLP of every layer but the first few.
+
+    Attributes:
+      num_experts: X, routed experts per layer.
+      experts_per_token: how many of them each token is sent to.
+      intermediate_size: MLP width of one expert.
+      router: how scores follow from the router's float32 logits: "sigmoid", each expert on its own (LLaDA2), or
+        "softmax" over all experts (SDAR-MoE).
+      renormalise: a token's weights are divided by their sum.
+      routed_scaling: factor on the weights, after that.
+      expert_bias: a learnt bias per expert is added to the scores for choosing; the weights are the scores without it.
+      num_groups, groups_per_token: the experts lie in equal consecutive groups, and a token chooses among its best
+        `groups_per_token` groups, ranked by the sum of their two highest scores. 1 and 1: no groups.
+      shared_size: MLP width of the shared expert that every token passes; 0 = none.
+      first_dense_layers: leading layers that keep an ordinary MLP of `ModelConfig.intermediate_size`.
+      block_capacity: LLaDA2.2's block routing: the tokens of one block choose among these many experts, those whose
+        highest score over the block's tokens is largest (groups then play no part). None = every token for itself.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    router: Literal["sigmoid", "softmax"]
+    renormalise: bool
+    routed_scaling: float = 1.0
+    expert_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    shared_size: int = 0
+    first_dense_layers: int = 0
+    block_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "groups_per_token")
+        _require(self.router in ("sigmoid", "softmax"), f"router is {self.router!r}, but must be sigmoid or softmax")
+        for name in ("shared_size", "first_dense_layers"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 0, f"{name} is {value!r}, but must be 0 or more")
+        _require(
+            self.routed_scaling > 0, f"routed_scaling_factor is {self.routed_scaling!r}, but must be a positive number"
+        )
+        _require(
+            self.num_experts % self.num_groups == 0,
+            f"num_experts {self.num_experts} is not a multiple of n_group {self.num_groups}",
+        )
+        _require(
+            self.groups_per_token <= self.num_groups,
+            f"topk_group is {self.groups_per_token}, but there are only {self.num_groups} groups (n_group)",
+        )
+        size = self.num_experts // self.num_groups
+        _require(
+            self.num_groups == 1 or size >= 2,
+            f"groups of {size} expert (num_experts {self.num_experts}, n_group {self.num_groups}) cannot be ranked by "
+            "their two best",
+        )
+        open_to_token = self.groups_per_token * size if self.block_capacity is None else self.block_capacity
+        _require(
+            self.block_capacity is None or 0 < self.block_capacity <= self.num_experts,
+            f"expert_capacity is {self.block_capacity!r}, but must be between 1 and num_experts {self.num_experts}",
+        )
+        _require(
+            self.experts_per_token <= open_to_token,
+            f"num_experts_per_tok is {self.experts_per_token}, but a token can choose among {open_to_token} experts only",
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture and diffusion contract of one checkpoint.
 
-    The fields are those of a pre-norm, SwiGLU, grouped-query decoder. `family` names the checkpoint family
-    ("fast_dllm_v2", "sdar", "llama", "qwen2", "qwen3"); no computation depends on the name, only on the fields.
+    The fields are those of a pre-norm, SwiGLU, grouped-query decoder, `moe` those of its expert layers (None: every
+    layer has an ordinary MLP). `family` names the checkpoint family ("fast_dllm_v2", "sdar", "llada2", "sdar_moe",
+    "llama", "qwen2", "qwen3"); no computation depends on the name, only on the fields.
     """
 
     family: str
@@ -164,6 +235,7 @@ class ModelConfig:
     rope: RopeConfig
     dtype: Literal["bfloat16", "float16", "float32"]
     diffusion: DiffusionContract
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -181,6 +253,15 @@ class ModelConfig:
             f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
         )
         _require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}, but rotary embedding needs an even one")
+        rotary_dim = self.rope.rotary_dim
+        _require(
+            rotary_dim is None or (rotary_dim % 2 == 0 and 0 < rotary_dim <= self.head_dim),
+            f"rotary_dim is {rotary_dim!r}, but must be even and at most head_dim {self.head_dim}",
+        )
+        _require(
+            self.moe is None or self.moe.first_dense_layers < self.num_layers,
+            f"first_k_dense_replace leaves no expert layer: num_hidden_layers is {self.num_layers}",
+        )
         _require(self.rms_norm_eps > 0, f"rms_norm_eps is {self.rms_norm_eps!r}, but must be positive")
         _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
         ids = {"mask_token_id": self.diffusion.mask_token_id, "pad_token_id": self.diffusion.pad_token_id}
@@ -200,6 +281,10 @@ class ModelConfig:
         """G, query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts."""
+        return self.moe is not None and layer >= self.moe.first_dense_layers
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token occupies in the KV cache, all layers."""
@@ -207,8 +292,14 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; `from_dict` is its inverse."""
-        return dataclasses.asdict(self)
+        """JSON-able form; `from_dict` is its inverse. Fields that came later are left out while they say nothing, so
+        that a dense model's form, and what is stored of it, stays readable to older versions."""
+        values = dataclasses.asdict(self)
+        if self.moe is None:
+            del values["moe"]
+        if self.rope.rotary_dim is None:
+            del values["rope"]["rotary_dim"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -216,6 +307,8 @@ class ModelConfig:
         values = dict(values)
         values["rope"] = _strict(RopeConfig, values.get("rope"))
         values["diffusion"] = _strict(DiffusionContract, values.get("diffusion"))
+        if values.get("moe") is not None:
+            values["moe"] = _strict(MoEConfig, values["moe"])
         return _strict(cls, values)
 
 

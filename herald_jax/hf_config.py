@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from herald_jax.config import DTYPES, DiffusionContract, ModelConfig
+from herald_jax.config import DTYPES, DiffusionContract, ModelConfig, MoEConfig
 from herald_jax.errors import ConfigError
 from herald_jax.hf_families import pick_family, refuse_variants
 from herald_jax.hf_files import RawFiles, read_raw_files
+from herald_jax.hf_moe import read_moe
 from herald_jax.hf_rope import read_rope
 
 
@@ -60,8 +61,8 @@ class _Reader:
         self.family = pick_family(files, overrides.family)
 
     def read(self) -> HFConfig:
-        refuse_variants(self.config)
         family = self.family
+        refuse_variants(self.config, family)
         vocab_size = self._integer("vocab_size")
         if self.files.vocabulary_end > vocab_size:
             raise ConfigError(
@@ -69,24 +70,27 @@ class _Reader:
                 "the tokenizer files belong to another checkpoint"
             )
         hidden_size, num_heads = self._integer("hidden_size"), self._integer("num_attention_heads")
+        head_dim = self._head_dim(hidden_size, num_heads)
+        moe = None if family.moe is None else read_moe(self.config, family.moe)
         config = ModelConfig(
             family=family.name,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=self._integer("intermediate_size"),
+            intermediate_size=self._intermediate_size(moe),
             num_layers=self._integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=self._num_kv_heads(num_heads),
-            head_dim=self._head_dim(hidden_size, num_heads),
+            head_dim=head_dim,
             rms_norm_eps=self._number("rms_norm_eps"),
             max_position_embeddings=self._integer("max_position_embeddings"),
             tie_word_embeddings=self._boolean("tie_word_embeddings"),
             qkv_bias=self._bias(family.qkv_bias),
             out_bias=self._bias(family.out_bias),
             qk_norm=family.qk_norm,
-            rope=read_rope(self.config),
+            rope=read_rope(self.config, head_dim if family.partial_rotary else None),
             dtype=self._dtype(),  # type: ignore[arg-type]
             diffusion=self._diffusion(vocab_size),
+            moe=moe,
         )
         return HFConfig(config, tuple(self.notes))
 
@@ -123,6 +127,11 @@ class _Reader:
         if isinstance(rule, bool):
             return rule
         return bool(self.config.get(rule, False))
+
+    def _intermediate_size(self, moe: MoEConfig | None) -> int:
+        if moe is not None and moe.first_dense_layers == 0 and self.config.get("intermediate_size") is None:
+            return moe.intermediate_size  # no layer has an ordinary MLP: the width plays no part
+        return self._integer("intermediate_size")
 
     def _num_kv_heads(self, num_heads: int) -> int:
         if self.config.get("num_key_value_heads") is None and self.family.name == "llama":
@@ -210,6 +219,11 @@ class _Reader:
                 "block path"
             )
             return 1
+        if not stated and family.block_length is not None:
+            self.notes.append(
+                f"block_length {family.block_length} supplied by family {family.name}: config.json does not state it"
+            )
+            return family.block_length
         if not stated:
             raise ConfigError(
                 f"config.json does not state the block length ({' or '.join(family.block_fields)}); give --block-length"
@@ -253,7 +267,7 @@ class _Reader:
             )
         known, content = self.family.mask_token_id
         named = self.files.token_by_id.get(known, ())
-        if named and content not in named:
+        if named and content and content not in named:
             raise ConfigError(
                 f"family {self.family.name} masks with id {known} {content!r}, but the tokenizer has {named[0]!r} "
                 "there; give --mask-token-id"
@@ -273,7 +287,7 @@ class _Reader:
             found[f"the tokenizer's mask_token {special[0]!r}"] = special[1]
         if self.family.mask_token_id is not None:
             content = self.family.mask_token_id[1]
-            if content in self.files.tokens:
+            if content and content in self.files.tokens:
                 found[f"the tokenizer's {content!r}"] = self.files.tokens[content]
         return found
 

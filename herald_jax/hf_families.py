@@ -2,7 +2,8 @@
 
 Sources of the facts: JetAstra/SDAR `training/model/SDAR-*-Chat/` and OpenMOSS/DiRL `models/sdar/config.json` (SDAR),
 Fast-dLLM v2's published `generation_functions.py` and configuration (mask id 151665, small block 8), the configuration
-classes of `transformers` (Llama, Qwen2, Qwen3); I-DLM's `modeling_sdar.py`, which imports as SDAR and is causal.
+classes of `transformers` (Llama, Qwen2, Qwen3); I-DLM's `modeling_sdar.py`, which imports as SDAR and is causal;
+inclusionAI/dFactory (LLaDA2) and sgl-project/sglang `srt/dllm/config.py` (LLaDA2's block length and mask id).
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ class Family:
       qk_norm: per-head RMS norm of q and k before rotation.
       block_fields: fields of config.json that state the block length; empty for causal models (block length 1).
       small_block: sub-block length of the published sampler; None = the whole block.
-      mask_token_id: (id, token) hard-coded by the published code; None = the checkpoint states it.
+      mask_token_id: (id, token) hard-coded by the published code; None = the checkpoint states it. A token of "" means
+        that the id's name is not known, and so not compared with the tokenizer's.
       head_dim_from_hidden: head_dim is hidden_size / heads where config.json does not state it.
+      block_length: that of the published code, where config.json may leave it out; None = it must be stated.
+      moe: how config.json spells the expert layers (`hf_moe.read_moe`); None = a dense family.
+      partial_rotary: part of each head is rotated, and config.json says how much.
     """
 
     name: str
@@ -43,6 +48,9 @@ class Family:
     small_block: int | None = None
     mask_token_id: tuple[int, str] | None = None
     head_dim_from_hidden: bool = False
+    block_length: int | None = None
+    moe: str | None = None
+    partial_rotary: bool = False
 
 
 FAMILIES = {
@@ -74,6 +82,35 @@ FAMILIES = {
             first_canvas="all_masked",
             seed_rule="argmax",
             block_fields=("block_size", "block_length"),
+        ),
+        Family(
+            "sdar_moe",
+            ("sdar_moe",),
+            ("SDARMoeForCausalLM",),
+            qkv_bias="attention_bias",
+            out_bias="attention_bias",
+            qk_norm=True,
+            logit_alignment="same",
+            first_canvas="all_masked",
+            seed_rule="argmax",
+            block_fields=("block_size", "block_length"),
+            moe="sdar_moe",
+        ),
+        Family(  # LLaDA2.0 and 2.1; dFactory's checkpoints call themselves llada2_moe_veomni
+            "llada2",
+            ("llada2_moe", "llada2_moe_veomni"),
+            ("LLaDA2MoeModelLM",),
+            qkv_bias="use_qkv_bias",
+            out_bias="use_bias",
+            qk_norm=True,
+            logit_alignment="same",
+            first_canvas="all_masked",
+            seed_rule="argmax",
+            block_fields=("block_size", "block_length"),
+            block_length=32,
+            mask_token_id=(156895, ""),
+            moe="llada2",
+            partial_rotary=True,
         ),
         Family(
             "llama",
@@ -119,12 +156,13 @@ _REFUSED = (
     ("nemotron", "Nemotron-Labs-Diffusion commits its blocks causally and scales its queries by position"),
     ("diffusion_gemma", "DiffusionGemma denoises uniform noise and commits its blocks causally"),
     ("diffusiongemma", "DiffusionGemma denoises uniform noise and commits its blocks causally"),
-    ("llada2", "mixture-of-experts models are not supported yet"),
     ("llada", "LLaDA attends to the whole sequence, not block by block"),
     ("dream", "Dream attends to the whole sequence, not block by block"),
-    ("moe", "mixture-of-experts models are not supported yet"),
-    ("mixtral", "mixture-of-experts models are not supported yet"),
+    ("moe", "of the mixture-of-experts families only LLaDA2 and SDAR-MoE are supported"),
+    ("mixtral", "of the mixture-of-experts families only LLaDA2 and SDAR-MoE are supported"),
 )
+# What the names of supported families have in common with refused ones must not be held against them.
+_ACCEPTED = ("llada2", "sdarmoe", "sdar_moe")
 
 
 def pick_family(files: RawFiles, flag: str | None) -> Family:
@@ -149,6 +187,8 @@ def pick_family(files: RawFiles, flag: str | None) -> Family:
             )
         return FAMILIES[flag]
     for name in names:
+        if any(part in name.lower() for part in _ACCEPTED):
+            continue
         for part, reason in _REFUSED:
             if part in name.lower():
                 raise ConfigError(f"{name} is not supported: {reason}")
@@ -178,11 +218,13 @@ def pick_family(files: RawFiles, flag: str | None) -> Family:
     return FAMILIES[found.pop()]
 
 
-def refuse_variants(c: Mapping[str, Any]) -> None:
+def refuse_variants(c: Mapping[str, Any], family: Family) -> None:
     """Raise ConfigError if a parsed config.json switches on something that the transformer here does not compute."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if c.get(name):
-            raise ConfigError(f"{name} is {c[name]}: mixture-of-experts models are not supported yet")
+        if c.get(name) and family.moe is None:
+            raise ConfigError(
+                f"{name} is {c[name]}, but family {family.name} has no experts; say whose it is with --family"
+            )
     if c.get("quantization_config"):
         method = c["quantization_config"].get("quant_method", "unknown method")
         raise ConfigError(f"the checkpoint is quantised ({method}); convert the unquantised one")

@@ -25,9 +25,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _NAMES = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
-def read_rope(config: Mapping[str, Any]) -> RopeConfig:
+def read_rope(config: Mapping[str, Any], partial_of: int | None = None) -> RopeConfig:
     """The `RopeConfig` of a parsed config.json.
 
+    Args:
+      partial_of: head_dim of a family that rotates part of each head and must say how much of it; None for the others,
+        where a partial rotation is refused.
     Raises: ConfigError if the base is missing (no class default is trusted: they differ between families and versions),
       the two spellings disagree, the kind is unknown, or a field is missing or unknown.
     """
@@ -35,9 +38,7 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     scaling = _object(config, "rope_scaling")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError("rope_parameters differ per layer type, which is not supported")
-    partial = {parameters.get("partial_rotary_factor"), config.get("partial_rotary_factor")} - {None, 1}
-    if partial:
-        raise ConfigError(f"partial_rotary_factor is {partial.pop()}, but only whole-head rotation is supported")
+    rotary_dim = _rotary_dim(config, parameters, partial_of)
 
     thetas = {value for value in (parameters.get("rope_theta"), config.get("rope_theta")) if value is not None}
     if not thetas:
@@ -59,7 +60,41 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     if len(stated) == 2 and stated[0] != stated[1]:
         raise ConfigError(f"config.json contradicts itself: rope_parameters {parameters}, rope_scaling {scaling}")
     kind, fields = stated[0] if stated else ("default", {})
-    return RopeConfig(theta=float(theta), kind=kind, **fields)  # type: ignore[arg-type]
+    return RopeConfig(theta=float(theta), kind=kind, rotary_dim=rotary_dim, **fields)  # type: ignore[arg-type]
+
+
+def _rotary_dim(config: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int | None) -> int | None:
+    """How many dimensions of a head are rotated; None for all of them."""
+    stated = {
+        name: value
+        for name, value in (
+            ("rope_parameters.partial_rotary_factor", parameters.get("partial_rotary_factor")),
+            ("partial_rotary_factor", config.get("partial_rotary_factor")),
+        )
+        if value is not None
+    }
+    for name, value in stated.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ConfigError(f"{name} in config.json is {value!r}, but must be a number above 0 and at most 1")
+    if head_dim is None:
+        partial = set(stated.values()) - {1}
+        if partial:
+            raise ConfigError(f"partial_rotary_factor is {partial.pop()}, but only whole-head rotation is supported")
+        return None
+    sizes = {name: int(head_dim * value) for name, value in stated.items()}
+    if config.get("rotary_dim") is not None:
+        sizes["rotary_dim"] = config["rotary_dim"]
+    if not sizes:
+        raise ConfigError(
+            "config.json states neither partial_rotary_factor nor rotary_dim; add one, the value is not guessed"
+        )
+    if len(set(sizes.values())) > 1:
+        both = ", ".join(f"{name} {stated.get(name, config.get(name))}" for name in sizes)
+        raise ConfigError(f"config.json contradicts itself: {both} (head_dim is {head_dim})")
+    size = next(iter(sizes.values()))
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ConfigError(f"rotary_dim in config.json is {size!r}, but must be an integer")
+    return None if size == head_dim else size
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

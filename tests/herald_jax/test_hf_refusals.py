@@ -10,8 +10,8 @@ from herald_jax.hf_config import read_hf_config
 from tests.convert.checkpoints import CONFIG, LLAMA, SDAR, config_without
 from tests.herald_jax.test_hf_config import error, read
 
-MOE = "mixture-of-experts models are not supported yet"
-KNOWN = "fast_dllm_v2, sdar, llama, qwen2, qwen3"
+MOE = "of the mixture-of-experts families only LLaDA2 and SDAR-MoE are supported"
+KNOWN = "fast_dllm_v2, sdar, sdar_moe, llada2, llama, qwen2, qwen3"
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,6 @@ KNOWN = "fast_dllm_v2, sdar, llama, qwen2, qwen3"
             "DiffusionGemmaForBlockDiffusion",
             "diffusion_gemma is not supported: DiffusionGemma denoises uniform noise and commits its blocks causally",
         ),
-        ("llada2_moe", "LLaDA2MoeModelLM", f"llada2_moe is not supported: {MOE}"),
-        ("sdar_moe", "SDARMoeForCausalLM", f"sdar_moe is not supported: {MOE}"),
         ("qwen3_moe", "Qwen3MoeForCausalLM", f"qwen3_moe is not supported: {MOE}"),
         (
             "llada",
@@ -100,7 +98,10 @@ def test_family_flag_takes_an_unknown_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_experts": 128}, f"num_experts is 128: {MOE}"),
+        (
+            {"num_experts": 128},
+            "num_experts is 128, but family qwen3 has no experts; say whose it is with --family",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "the checkpoint is quantised (fp8); convert the unquantised one",
