@@ -205,7 +205,8 @@ class MoEConfig:
         )
         _require(
             self.experts_per_token <= open_to_token,
-            f"num_experts_per_tok is {self.experts_per_token}, but a token can choose among {open_to_token} experts only",
+            f"num_experts_per_tok is {self.experts_per_token}, but a token can choose among {open_to_token} experts "
+            "only",
         )
 
 

@@ -42,8 +42,8 @@ def _llada2(config: Mapping[str, Any]) -> MoEConfig:
             raise ConfigError(f"{name} in config.json is {value!r}, but LLaDA2 is supported with {only!r} only")
     if config.get("expert_capacity") is not None:
         raise ConfigError(
-            f"expert_capacity is {config['expert_capacity']}: this is LLaDA2.2, which deletes and splits positions while "
-            "it writes (its DELETE and SPLIT tokens), and that is not supported; LLaDA2.0 and 2.1 are"
+            f"expert_capacity is {config['expert_capacity']}: this is LLaDA2.2, which deletes and splits positions "
+            "while it writes (its DELETE and SPLIT tokens), and that is not supported; LLaDA2.0 and 2.1 are"
         )
     width = _integer(config, "moe_intermediate_size")
     return MoEConfig(

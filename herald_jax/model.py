@@ -1,6 +1,7 @@
 """The transformer: a pre-norm, SwiGLU, grouped-query decoder declared with Flax NNX and called as a pure function.
 
-One class serves every dense family (Llama, Qwen2 / Fast-dLLM v2, Qwen3 / SDAR); `ModelConfig` says which parts exist.
+One class serves every family (Llama, Qwen2 / Fast-dLLM v2, Qwen3 / SDAR; LLaDA2 and SDAR-MoE with the expert layers of
+`moe.py`); `ModelConfig` says which parts exist.
 Parameters live outside the modules as a nested dict (`init_params`, `checkpoint.load_checkpoint`); `bind` joins them
 for the length of one trace. The module never decides what a query may see: each layer hands its q, k and v to an
 `attend` callback, which owns the KV cache. That callback is where the plans differ.
@@ -22,6 +23,7 @@ import numpy as np
 from flax import nnx
 
 from herald_jax.config import ModelConfig, RopeConfig
+from herald_jax.moe import MoE
 
 Params = dict[str, Any]
 Cache = TypeVar("Cache")
@@ -120,19 +122,28 @@ class _MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
+def _feed_forward(config: ModelConfig, dtype: Any, layer: int) -> Any:
+    """The MLP of layer number `layer`, or its experts and the MLP that all tokens share."""
+    if config.moe is None or not config.is_moe_layer(layer):
+        return _MLP(config, dtype)
+    width = config.moe.shared_size
+    return MoE(config, dtype, _MLP(dataclasses.replace(config, intermediate_size=width), dtype) if width else None)
+
+
 class _Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: Any):
+    def __init__(self, config: ModelConfig, dtype: Any, layer: int):
         self.attn_norm = _RMSNorm(config.hidden_size, "embed", config.rms_norm_eps, dtype)
         self.attn = _Attention(config, dtype)
         self.mlp_norm = _RMSNorm(config.hidden_size, "embed", config.rms_norm_eps, dtype)
-        self.mlp = _MLP(config, dtype)
+        self.mlp = _feed_forward(config, dtype, layer)
 
     def __call__(
         self, layer: Any, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[jax.Array, Any]:
         y, cache = self.attn(layer, self.attn_norm(x), angles, attend, cache)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        mesh = (getattr(attend, "mesh", None),) if isinstance(self.mlp, MoE) else ()
+        return x + self.mlp(self.mlp_norm(x), *mesh), cache
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -166,7 +177,7 @@ class Transformer(nnx.Module):
         dtype = jnp.dtype(config.dtype)
         self.config = config
         self.embed = _Table("embedding", config, dtype)
-        self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List([_Layer(config, dtype, i) for i in range(config.num_layers)])
         self.norm = _RMSNorm(config.hidden_size, "embed", config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
             self.head = _Table("kernel", config, dtype)
@@ -202,8 +213,11 @@ class Transformer(nnx.Module):
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies f64[D // 2] and the factor on cos and sin, for every supported kind of scaling.
 
+    D is the rotated part of a head, `rope.rotary_dim` where that is set.
+
     Sources: RoFormer (arXiv 2104.09864); Llama 3.1's wavelength rule; YaRN (arXiv 2309.00071, sections 3.2 to 3.4).
     """
+    head_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return inv, 1.0
@@ -246,7 +260,13 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the two halves of the last axis (`x` is `[B, T, ..., D]`) by `rope_angles`, in float32."""
+    """Rotate the two halves of the last axis (`x` is `[B, T, ..., D]`) by `rope_angles`, in float32.
+
+    Angles for fewer dimensions than x has rotate its leading ones, and the rest passes as it is.
+    """
+    width = 2 * angles[0].shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], angles), x[..., width:]], axis=-1)
     middle = (1,) * (x.ndim - angles[0].ndim)
     cos, sin = (a.reshape(a.shape[:-1] + middle + a.shape[-1:]) for a in angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

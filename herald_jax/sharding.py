@@ -1,7 +1,7 @@
 """Where arrays live: one table from logical axes to mesh axes, used for parameters, caches and batch state alike.
 
 A mesh has up to two axes: "data" splits the rows of a batch, "model" splits KV heads (with the query heads that read
-them), the MLP width and the vocabulary. Everything else is replicated.
+them), the MLP width (each expert's too) and the vocabulary. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RULES: dict[str, str | None] = {
     "kv_heads": "model",
     "mlp": "model",
     "vocab": "model",
+    "experts": None,  # every device holds a slice of every expert's width, so a step's load is even whatever is routed
     "embed": None,
     "group": None,
     "head_dim": None,

@@ -156,8 +156,8 @@ GUESS = "add it to config.json, the value is not guessed"
         (
             LLADA2_MINI,
             {"expert_capacity": 48, "block_size": 32},
-            "expert_capacity is 48: this is LLaDA2.2, which deletes and splits positions while it writes (its DELETE and "
-            "SPLIT tokens), and that is not supported; LLaDA2.0 and 2.1 are",
+            "expert_capacity is 48: this is LLaDA2.2, which deletes and splits positions while it writes (its DELETE "
+            "and SPLIT tokens), and that is not supported; LLaDA2.0 and 2.1 are",
         ),
         (LLADA2_MINI, {"n_group": 7}, "num_experts 256 is not a multiple of n_group 7"),
         (LLADA2_MINI, {"topk_group": 9}, "topk_group is 9, but there are only 8 groups (n_group)"),
@@ -197,9 +197,13 @@ GUESS = "add it to config.json, the value is not guessed"
             {"decoder_sparse_step": 2},
             "decoder_sparse_step in config.json is 2, but only 1 (every layer has experts) is supported",
         ),
-        (SDAR_MOE, {"block_size": None}, "config.json does not state the block length (block_size or block_length); give --block-length"),
+        (
+            SDAR_MOE,
+            {"block_size": None},
+            "config.json does not state the block length (block_size or block_length); give --block-length",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
     config = config_without(*[k for k, v in changes.items() if v is None], base=base)
     config |= {k: v for k, v in changes.items() if v is not None}

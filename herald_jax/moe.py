@@ -1,0 +1,162 @@
+"""Expert layers: a router that sends each token to a few of many MLPs, and the grouped matmuls that compute them.
+
+The pairs of token and expert are sorted by expert, so that each expert's tokens lie together and one grouped matmul
+(`jax.lax.ragged_dot`) serves all experts. Nothing is dropped: there is no capacity per expert, every pair is computed.
+Each token's result is put together from its own pairs in the order of their rank, so it does not depend on which other
+tokens share the batch. The router and its weights are float32 whatever the model's dtype: published ports that rounded
+it chose other experts.
+
+Shape letters: B batch, T query tokens, E hidden, X experts, k experts per token, F width of one expert, N = B * T * k.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from herald_jax.config import ModelConfig, MoEConfig
+
+
+def route(
+    logits: jax.Array, moe: MoEConfig, bias: jax.Array | None = None, block_length: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their weights.
+
+    Args:
+      logits: f32[B, T, X], the router's.
+      moe: says how experts are chosen; see `MoEConfig`.
+      bias: f32[X], added to the scores for choosing only; None without `moe.expert_bias`.
+      block_length: tokens per block, needed with `moe.block_capacity`; T must be whole blocks.
+
+    Returns:
+      Weights f32[B, T, k] and experts i32[B, T, k], best first; the lower number wins a tie.
+
+    Sources: transformers' Glm4Moe (sigmoid, groups, bias) and Qwen3Moe (softmax); SGLang's `llada2.py` (block routing,
+    pull request 31768 and its reference in `test_block_topk_triton`): no groups, the block's highest score per expert.
+    """
+    if moe.router == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+    choice = scores if bias is None else scores + bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
+    if moe.block_capacity is not None:
+        if block_length is None or logits.shape[1] % block_length:
+            raise ValueError(f"block routing needs whole blocks: {logits.shape[1]} tokens, block length {block_length}")
+        choice = _within_block(choice, moe.block_capacity, block_length)
+    elif moe.num_groups > 1:
+        choice = _within_groups(choice, moe)
+    _, experts = jax.lax.top_k(choice, moe.experts_per_token)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if moe.renormalise:
+        # The sum of sigmoids can underflow, hence LLaDA2's 1e-20; beside a softmax's best k, at least k / X, it is lost.
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return weights * moe.routed_scaling, experts
+
+
+def _within_groups(choice: jax.Array, moe: MoEConfig) -> jax.Array:
+    """`choice` with -inf outside each token's best groups."""
+    grouped = choice.reshape(*choice.shape[:-1], moe.num_groups, -1)
+    ranking = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(ranking, moe.groups_per_token)
+    inside = jnp.any(jax.nn.one_hot(best, moe.num_groups, dtype=jnp.bool_), axis=-2)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _within_block(choice: jax.Array, capacity: int, block_length: int) -> jax.Array:
+    """`choice` f32[B, T, X] with -inf outside the experts that the token's block has chosen."""
+    batch, length, experts = choice.shape
+    blocks = choice.reshape(batch, length // block_length, block_length, experts)
+    _, pool = jax.lax.top_k(jnp.max(blocks, axis=2), capacity)
+    inside = jnp.any(jax.nn.one_hot(pool, experts, dtype=jnp.bool_), axis=-2)
+    return jnp.where(inside[:, :, None, :], blocks, -jnp.inf).reshape(choice.shape)
+
+
+def apply_experts(
+    x: jax.Array, weights: jax.Array, experts: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """The weighted sum of each token's experts' SwiGLU MLPs.
+
+    Args:
+      x: `[B, T, E]`. weights, experts: `[B, T, k]`, from `route`.
+      gate_up: `[X, E, 2, F]`, down: `[X, F, E]`, in the dtype of `x`. A slice of F gives that slice's part of the sum.
+
+    Returns:
+      f32[B, T, E].
+    """
+    (batch, length, size), k = x.shape, experts.shape[-1]
+    precision = "highest" if x.dtype == jnp.float32 else None
+    chosen = experts.reshape(-1)
+    order = jnp.argsort(chosen, stable=True)
+    ends = jnp.searchsorted(chosen[order], jnp.arange(gate_up.shape[0]), side="right").astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=0)
+    rows = x.reshape(-1, size)[order // k]
+    both = jax.lax.ragged_dot(rows, gate_up.reshape(*gate_up.shape[:2], -1), sizes, precision=precision)
+    gate, up = jnp.split(both, 2, axis=-1)
+    out = jax.lax.ragged_dot(
+        jax.nn.silu(gate) * up, down, sizes, precision=precision, preferred_element_type=jnp.float32
+    )
+    # Back to the tokens by a gather, and each token's k parts summed in their own order: no scatter, whose order of
+    # addition would be anyone's guess.
+    place = jnp.argsort(order)
+    parts = out[place].reshape(batch, length, k, size)
+    return jnp.sum(parts * weights[..., None], axis=2)
+
+
+class _Router(nnx.Module):
+    def __init__(self, config: ModelConfig, moe: MoEConfig):
+        shape = (config.hidden_size, moe.num_experts)
+        self.kernel = nnx.Param(jnp.zeros(shape, jnp.float32), axes=("embed", "experts"))
+        if moe.expert_bias:
+            self.bias = nnx.Param(jnp.zeros((moe.num_experts,), jnp.float32), axes=("experts",))
+
+
+class _Experts(nnx.Module):
+    def __init__(self, config: ModelConfig, moe: MoEConfig, dtype: Any):
+        x, e, f = moe.num_experts, config.hidden_size, moe.intermediate_size
+        self.gate_up = nnx.Param(jnp.zeros((x, e, 2, f), dtype), axes=("experts", "embed", "pair", "mlp"))
+        self.down = nnx.Param(jnp.zeros((x, f, e), dtype), axes=("experts", "mlp", "embed"))
+
+
+class MoE(nnx.Module):
+    """What stands in an expert layer where others have their MLP.
+
+    `shared` is the MLP that every token passes beside its experts, or None. On a mesh each device holds a slice of every
+    expert's width ("mlp" over the "model" axis) and computes its part of all pairs of its rows; the parts are summed.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: Any, shared: Any):
+        moe = config.moe
+        assert moe is not None
+        self.moe, self.block_length = moe, config.diffusion.block_length
+        self.router = _Router(config, moe)
+        self.experts = _Experts(config, moe, dtype)
+        if shared is not None:
+            self.shared = shared
+
+    def __call__(self, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        """`x` `[B, T, E]` to the same shape and dtype."""
+        logits = jnp.einsum("bte,ex->btx", x.astype(jnp.float32), self.router.kernel[...], precision="highest")
+        bias = self.router.bias[...] if self.moe.expert_bias else None
+        weights, experts = route(logits, self.moe, bias, self.block_length)
+        apply = apply_experts
+        if mesh is not None:
+            rows = P("data", None, None)
+            apply = jax.shard_map(
+                functools.partial(_summed_over_model, apply_experts),
+                mesh=mesh,
+                in_specs=(rows, rows, rows, P(None, None, None, "model"), P(None, "model", None)),
+                out_specs=rows,
+                check_vma=False,
+            )
+        routed = apply(x, weights, experts, self.experts.gate_up[...], self.experts.down[...]).astype(x.dtype)
+        return routed + self.shared(x) if hasattr(self, "shared") else routed
+
+
+def _summed_over_model(function: Any, *args: jax.Array) -> jax.Array:
+    return jax.lax.psum(function(*args), "model")
