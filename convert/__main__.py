@@ -140,8 +140,10 @@ def _print_mapping(found: Inspection) -> None:
     total = 0
     for path, leaf in found.plan.leaves.items():
         shape = ", ".join(map(str, leaf.spec.shape))
-        sources = " + ".join(name if part == "all" else f"{name} ({part})" for part, (name, _) in leaf.sources.items())
-        print(f"{path} {found.hf.config.dtype}[{shape}] <- {sources or 'nothing'}")
+        named = [name if part == "all" else f"{name} ({part})" for part, (name, _) in leaf.sources.items()]
+        if len(named) > 4:  # one tensor per expert: the first and the last say it
+            named = [named[0], f"{len(named) - 2} more", named[-1]]
+        print(f"{path} {leaf.spec.dtype.name}[{shape}] <- {' + '.join(named) or 'nothing'}")
         size = leaf.spec.dtype.itemsize
         for length in leaf.spec.shape:
             size *= length

@@ -16,7 +16,7 @@ import numpy as np
 import tqdm
 
 from convert.hf import open_source
-from convert.rules import EMBED, HEAD, LeafPlan, Plan, plan
+from convert.mapping import EMBED, HEAD, LeafPlan, Plan, plan
 from convert.source import Source, fingerprint, slabs
 from herald_jax.checkpoint import SOURCE, TOKENIZER, CheckpointWriter, LeafSource, check_destination, versions
 from herald_jax.config import ModelConfig
@@ -145,7 +145,7 @@ def _write(
     source: Source, source_path: Path, destination: Path, hf: HFConfig, mapping: Plan, *, force: bool, progress: bool
 ) -> Report:
     started = time.perf_counter()
-    dtype = np.dtype(next(iter(mapping.leaves.values())).spec.dtype)
+    dtype = np.dtype(hf.config.dtype)
     leaves = {path: _leaf_source(source, leaf) for path, leaf in mapping.leaves.items()}
     total = sum(leaf.nbytes for leaf in leaves.values())
     _check_space(destination.absolute(), total)
@@ -196,6 +196,19 @@ def _leaf_source(source: Source, leaf: LeafPlan) -> LeafSource:
             for slab in slabs(source, name, rows):
                 yield cast(slab, dtype, name)
 
+    elif transform.by_expert:
+
+        def read(rows: int) -> Iterator[np.ndarray]:
+            # A few experts at a time: all of a layer's are gigabytes in the largest models.
+            for start in range(0, leaf.spec.shape[0], rows):
+                slab = np.empty((min(rows, leaf.spec.shape[0] - start), *leaf.spec.shape[1:]), dtype)
+                for part, (name, rule) in leaf.sources.items():
+                    assert rule.write is not None
+                    for expert in _experts_of(part, start, start + len(slab)):
+                        tensor = _expert(source, name, expert if part == rule.part else None)
+                        rule.write(slab[expert - start], cast(tensor, dtype, name))
+                yield slab
+
     else:
 
         def read(rows: int) -> Iterator[np.ndarray]:
@@ -208,6 +221,21 @@ def _leaf_source(source: Source, leaf: LeafPlan) -> LeafSource:
                 yield whole[start : start + rows]
 
     return LeafSource(leaf.spec.shape, dtype, read)
+
+
+def _experts_of(part: str, start: int, stop: int) -> range:
+    """Which of the experts `start` to `stop` a part of a leaf fills: its own ("gate 17"), or all ("gate")."""
+    number = part.rpartition(" ")[2]
+    if not number.isdigit():
+        return range(start, stop)
+    return range(max(int(number), start), min(int(number) + 1, stop))
+
+
+def _expert(source: Source, name: str, expert: int | None) -> np.ndarray:
+    """One expert's matrix: a row of a tensor of all experts, or (None) the whole of a tensor of its own."""
+    if expert is None:
+        return source.rows(name, 0, source.tensors[name].shape[0])
+    return source.rows(name, expert, expert + 1)[0]
 
 
 def cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -223,7 +251,9 @@ def cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _dtype_notes(source: Source, mapping: Plan, dtype: np.dtype) -> list[str]:
-    stored = sorted({source.tensors[n].stored for leaf in mapping.leaves.values() for n, _ in leaf.sources.values()})
+    # Leaves with a dtype of their own (a router's, always float32) are not what the user chose a dtype for.
+    chosen = [leaf for leaf in mapping.leaves.values() if leaf.spec.dtype == dtype]
+    stored = sorted({source.tensors[name].stored for leaf in chosen for name, _ in leaf.sources.values()})
     same = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     others = [s for s in stored if same.get(s) != dtype.name]
     return [f"weights stored as {', '.join(others)} were converted to {dtype.name}"] if others else []

@@ -1,9 +1,8 @@
-"""Which Hugging Face tensor fills which part of which parameter, and every way in which a checkpoint can fail to fit.
+"""Which Hugging Face tensor fills which part of which parameter: one table of rules per family.
 
 A `Rule` says: tensors whose whole name matches `pattern` fill the parameter `path` through a named transform. Fused
-parameters (q, k and v; gate and up) are filled by several rules, each its own part. `plan` applies a family's table to
-the tensors that exist and reports all problems at once: unmatched, doubly matched, doubly set, never filled, wrong
-shape, wrong kind of number.
+parameters (q, k and v; gate and up) are filled by several rules, each its own part. `mapping.plan` applies a table to
+the tensors of a checkpoint. The tables of mixtures of experts are in `moe_rules.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import concurrent.futures
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from convert.source import TensorInfo
 from herald_jax.config import ModelConfig
-from herald_jax.model import ParamSpec, param_specs
 
 Shape = tuple[int, ...]
 
@@ -30,36 +28,55 @@ class Transform:
 
     Attributes:
       shape: the source shape that a config demands.
-      part: what of the parameter it fills; parameters that need more than "all" are in `PARTS`.
+      part: what of the parameter it fills: "all", or a part; the rules of one path together say which parts there are.
       write: `write(leaf, tensor)` puts the tensor into its part. None: the tensor is the parameter, byte for byte.
+      by_expert: parameter and tensor have (under a pattern with `{expert}`, the tensors form) a leading axis of experts,
+        and `write` is called for one expert at a time.
     """
 
     name: str
     shape: Callable[[ModelConfig], Shape]
     part: str = "all"
     write: Callable[[np.ndarray, np.ndarray], None] | None = None
+    by_expert: bool = False
+
+
+class Match(NamedTuple):
+    """What a name says: the numbers of its layer and expert, "" where its pattern has none."""
+
+    layer: str
+    expert: str
 
 
 @dataclass(frozen=True)
 class Rule:
     """Tensors named `pattern` fill parameter `path` by `transform`.
 
-    Both are literal but for `{layer}`, which stands for a layer number. `path` None: ignored on purpose.
+    Both are literal but for `{layer}`, which stands for a layer number, and in patterns `{expert}`, for an expert's.
+    `path` None: ignored on purpose. `layouts`: the ways of laying out experts that have such tensors; a checkpoint
+    must follow one of them throughout. Empty: tensors of every layout.
     """
 
     pattern: str
     path: str | None
     transform: Transform | None
+    layouts: tuple[str, ...] = ()
 
-    def match(self, name: str) -> str | None:
-        """The layer number ("" if the pattern has none) when the whole name matches, else None."""
+    def match(self, name: str) -> Match | None:
+        """The numbers in the name when the whole of it matches, else None."""
         found = _compiled(self.pattern).fullmatch(name)
-        return None if found is None else "".join(found.groups())
+        if found is None:
+            return None
+        numbers = found.groupdict()
+        return Match(numbers.get("layer", ""), numbers.get("expert", ""))
 
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\{layer\}", r"(0|[1-9]\d*)"))
+    escaped = re.escape(pattern)
+    for name in ("layer", "expert"):
+        escaped = escaped.replace(rf"\{{{name}\}}", rf"(?P<{name}>0|[1-9]\d*)")
+    return re.compile(escaped)
 
 
 # -- transforms --------------------------------------------------------------------------------------------------------
@@ -86,7 +103,7 @@ def transposed_into(*pairs: tuple[np.ndarray, np.ndarray]) -> None:
         copied.result()
 
 
-def _heads(first: int, last: int | None) -> Callable[[np.ndarray, np.ndarray], None]:
+def heads_part(first: int, last: int | None) -> Callable[[np.ndarray, np.ndarray], None]:
     """A part of a fused kernel `[E, K, G+2, D]` or bias `[K, G+2, D]`, from a weight `[K*n*D, E]` or bias `[K*n*D]`."""
 
     def write(leaf: np.ndarray, tensor: np.ndarray) -> None:
@@ -101,11 +118,11 @@ def _heads(first: int, last: int | None) -> Callable[[np.ndarray, np.ndarray], N
     return write
 
 
-def _gate_or_up(index: int) -> Callable[[np.ndarray, np.ndarray], None]:
+def gate_or_up(index: int) -> Callable[[np.ndarray, np.ndarray], None]:
     return lambda leaf, tensor: transposed_into((leaf[:, index, :], tensor))
 
 
-def _output(leaf: np.ndarray, tensor: np.ndarray) -> None:
+def transposed(leaf: np.ndarray, tensor: np.ndarray) -> None:
     transposed_into((leaf.reshape(-1, leaf.shape[-1]), tensor))
 
 
@@ -113,16 +130,16 @@ EMBEDDING = Transform("embedding", lambda c: (c.vocab_size, c.hidden_size))
 NORM = Transform("norm", lambda c: (c.hidden_size,))
 HEAD_NORM = Transform("head_norm", lambda c: (c.head_dim,))
 OUT_BIAS = Transform("out_bias", lambda c: (c.hidden_size,))
-QUERY = Transform("query", lambda c: (c.num_heads * c.head_dim, c.hidden_size), "query", _heads(0, -2))
-KEY = Transform("key", lambda c: (c.num_kv_heads * c.head_dim, c.hidden_size), "key", _heads(-2, -1))
-VALUE = Transform("value", lambda c: (c.num_kv_heads * c.head_dim, c.hidden_size), "value", _heads(-1, None))
-QUERY_BIAS = Transform("query_bias", lambda c: (c.num_heads * c.head_dim,), "query", _heads(0, -2))
-KEY_BIAS = Transform("key_bias", lambda c: (c.num_kv_heads * c.head_dim,), "key", _heads(-2, -1))
-VALUE_BIAS = Transform("value_bias", lambda c: (c.num_kv_heads * c.head_dim,), "value", _heads(-1, None))
-OUTPUT = Transform("output", lambda c: (c.hidden_size, c.num_heads * c.head_dim), "all", _output)
-GATE = Transform("gate", lambda c: (c.intermediate_size, c.hidden_size), "gate", _gate_or_up(0))
-UP = Transform("up", lambda c: (c.intermediate_size, c.hidden_size), "up", _gate_or_up(1))
-DOWN = Transform("down", lambda c: (c.hidden_size, c.intermediate_size), "all", _output)
+QUERY = Transform("query", lambda c: (c.num_heads * c.head_dim, c.hidden_size), "query", heads_part(0, -2))
+KEY = Transform("key", lambda c: (c.num_kv_heads * c.head_dim, c.hidden_size), "key", heads_part(-2, -1))
+VALUE = Transform("value", lambda c: (c.num_kv_heads * c.head_dim, c.hidden_size), "value", heads_part(-1, None))
+QUERY_BIAS = Transform("query_bias", lambda c: (c.num_heads * c.head_dim,), "query", heads_part(0, -2))
+KEY_BIAS = Transform("key_bias", lambda c: (c.num_kv_heads * c.head_dim,), "key", heads_part(-2, -1))
+VALUE_BIAS = Transform("value_bias", lambda c: (c.num_kv_heads * c.head_dim,), "value", heads_part(-1, None))
+OUTPUT = Transform("output", lambda c: (c.hidden_size, c.num_heads * c.head_dim), "all", transposed)
+GATE = Transform("gate", lambda c: (c.intermediate_size, c.hidden_size), "gate", gate_or_up(0))
+UP = Transform("up", lambda c: (c.intermediate_size, c.hidden_size), "up", gate_or_up(1))
+DOWN = Transform("down", lambda c: (c.hidden_size, c.intermediate_size), "all", transposed)
 
 
 # -- rule tables -------------------------------------------------------------------------------------------------------
@@ -166,124 +183,3 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "qwen3": _DECODER + _QKV_BIAS + _OUT_BIAS + _QK_NORM,
     "sdar": _DECODER + _QKV_BIAS + _OUT_BIAS + _QK_NORM,
 }
-PARTS: dict[str, tuple[str, ...]] = {
-    "attn/qkv/kernel": ("query", "key", "value"),
-    "attn/qkv/bias": ("query", "key", "value"),
-    "mlp/gate_up/kernel": ("gate", "up"),
-}
-
-
-def parts_of(path: str) -> tuple[str, ...]:
-    """The parts that a parameter must be filled with."""
-    return PARTS.get(path.split("/", 2)[-1] if path.startswith("layers/") else path, ("all",))
-
-
-# -- applying a table --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class LeafPlan:
-    """One parameter and the tensors that fill it, by part."""
-
-    path: str
-    spec: ParamSpec
-    sources: dict[str, tuple[str, Transform]] = field(default_factory=dict)
-
-
-@dataclass
-class Plan:
-    """The mapping of a whole checkpoint. `problems` empty means that every parameter is filled exactly once.
-
-    Attributes:
-      leaves: by parameter path, in the order in which their tensors lie in the files.
-      ignored: tensors that a rule ignores, with the reason.
-      compare_head: lm_head.weight is present although tied: it must equal the embedding (checked by reading both).
-    """
-
-    leaves: dict[str, LeafPlan]
-    ignored: dict[str, str]
-    problems: list[str]
-    compare_head: bool = False
-
-
-def plan(config: ModelConfig, tensors: Mapping[str, TensorInfo], rules: tuple[Rule, ...] | None = None) -> Plan:
-    """Match `tensors` against the family's rules (or `rules`) and collect every problem. Reads no tensor."""
-    rules = RULES[config.family] if rules is None else rules
-    specs = param_specs(config)
-    leaves = {path: LeafPlan(path, spec) for path, spec in specs.items()}
-    result = Plan({}, {}, [])
-    touched: set[tuple[str, str]] = set()
-    for name in sorted(tensors, key=_natural):
-        info = tensors[name]
-        matches = [(rule, layer) for rule in rules if (layer := rule.match(name)) is not None]
-        if not matches:
-            result.problems.append(f"{name} {list(info.shape)} is unknown to family {config.family}")
-            continue
-        if len(matches) > 1:
-            said = " and ".join(rule.pattern for rule, _ in matches)
-            result.problems.append(f"{name} matches two rules, {said}")
-            continue
-        rule, layer = matches[0]
-        if rule.path is None or rule.transform is None:
-            result.ignored[name] = "follows from the configuration"
-            continue
-        path = rule.path.replace("{layer}", layer)
-        if path not in leaves:
-            if name == HEAD and config.tie_word_embeddings:
-                result.compare_head = True
-                result.ignored[name] = "tied to the embedding"
-            else:
-                result.problems.append(_superfluous(name, layer, config))
-                continue
-        elif rule.transform.part in leaves[path].sources:
-            earlier = leaves[path].sources[rule.transform.part][0]
-            result.problems.append(f"{path} ({rule.transform.part}) is set by both {earlier} and {name}")
-            continue
-        else:
-            leaves[path].sources[rule.transform.part] = (name, rule.transform)
-        touched.add((path, rule.transform.part))
-        expected = rule.transform.shape(config)
-        if info.shape != expected:
-            result.problems.append(f"{name} has shape {list(info.shape)} instead of {list(expected)}")
-        if info.dtype is None:
-            result.problems.append(
-                f"{name} is stored as {info.stored}, which cannot be converted; use unquantised weights"
-            )
-    for path, leaf in leaves.items():
-        parts = parts_of(path)
-        result.problems += [_never_filled(path, part, rules, config) for part in parts if (path, part) not in touched]
-        leaf.sources = {part: leaf.sources[part] for part in parts if part in leaf.sources}
-    result.leaves = dict(sorted(leaves.items(), key=lambda item: _position(item[1], tensors)))
-    return result
-
-
-def _superfluous(name: str, layer: str, config: ModelConfig) -> str:
-    if layer and int(layer) >= config.num_layers:
-        return f"{name} belongs to layer {layer}, but num_hidden_layers is {config.num_layers}"
-    return f"{name} has no place in this configuration (family {config.family}: {_switches(config)})"
-
-
-def _switches(config: ModelConfig) -> str:
-    names = ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings")
-    return ", ".join(f"{name} {str(getattr(config, name)).lower()}" for name in names)
-
-
-def _never_filled(path: str, part: str, rules: tuple[Rule, ...], config: ModelConfig) -> str:
-    layer = path.split("/")[1] if path.startswith("layers/") else ""
-    for rule in rules:
-        if rule.path is None or rule.transform is None or rule.transform.part != part:
-            continue
-        if rule.path.replace("{layer}", layer) == path:
-            name = rule.pattern.replace("{layer}", layer)
-            why = " (tie_word_embeddings is false)" if name == HEAD else ""
-            return f"{name} {list(rule.transform.shape(config))} is missing{why}"
-    return f"no rule fills {path} ({part})"
-
-
-def _position(leaf: LeafPlan, tensors: Mapping[str, TensorInfo]) -> tuple[str, int]:
-    places = [(tensors[name].file, tensors[name].offset) for name, _ in leaf.sources.values()]
-    return min(places, default=("", 0))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in name.split(".")]

@@ -1,8 +1,9 @@
 """`herald-convert --verify`: logits of the converted checkpoint against transformers' model of the source, in float32.
 
-Transformers has no block-diffusion families, but their networks are Qwen2's and Qwen3's under another attention mask
-(block-causal: all of one's own block and everything before it), and it honours an explicit four-dimensional mask. GGUF
-files are read by transformers' own loader too, so that our restoring of weights and of row order is compared as well.
+Transformers has no block-diffusion families, but their networks are Qwen2's and Qwen3's (with experts: Qwen3-MoE's and
+GLM-4-MoE's) under another attention mask (block-causal: all of one's own block and everything before it), and it
+honours an explicit four-dimensional mask. GGUF files are read by transformers' own loader too, so that our restoring of
+weights and of row order is compared as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from convert.hf import open_source
 from convert.source import Source
+from convert.verify_moe import glm4_moe_fields, read_named
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.checkpoint import load_checkpoint, read_manifest
 from herald_jax.config import ModelConfig
@@ -24,7 +26,15 @@ from herald_jax.errors import ConversionError
 from herald_jax.model import Params, bind
 
 TOLERANCE = 2e-4  # of the largest logit, and absolute below 1
-_BASES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "fast_dllm_v2": "Qwen2", "sdar": "Qwen3"}
+_BASES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "fast_dllm_v2": "Qwen2",
+    "sdar": "Qwen3",
+    "sdar_moe": "Qwen3Moe",
+    "llada2": "Glm4Moe",
+}
 
 
 def verify(source: str | Path, checkpoint: str | Path, *, blocks: int = 3) -> str:
@@ -91,6 +101,8 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
         raw = json.loads((opened.config_dir / "config.json").read_text(encoding="utf-8"))
         for name in ("architectures", "auto_map", "model_type", "attn_implementation", "dtype", "torch_dtype"):
             raw.pop(name, None)
+        if base == "Glm4Moe":
+            raw = glm4_moe_fields(raw)
         model = model_class(getattr(transformers, f"{base}Config")(**raw))
         if opened.kind == "gguf":
             from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -101,7 +113,7 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
             if unexpected or missing != tied:
                 raise ConversionError(f"transformers' GGUF loader left {missing} unset and {unexpected} unused")
         else:
-            _fill(model, opened, torch)
+            _fill(model, opened, config, torch)
     finally:
         opened.close()
     _round(model, getattr(torch, config.dtype), torch)
@@ -116,17 +128,17 @@ def _transformers_logits(source: Path, config: ModelConfig, tokens: np.ndarray) 
 
 
 def _round(model: Any, dtype: Any, torch: Any) -> None:
-    """Round the weights, not the rotary frequencies as `model.to(dtype)` would."""
+    """Round the weights, not the rotary frequencies as `model.to(dtype)` would; a router's stay as they are stored."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in model.named_parameters():
+            if not name.endswith(".mlp.gate.weight"):
+                parameter.copy_(parameter.to(dtype))
 
 
-def _fill(model: Any, source: Source, torch: Any) -> None:
+def _fill(model: Any, source: Source, config: ModelConfig, torch: Any) -> None:
     """Copy the source's tensors into transformers' model by name, one at a time."""
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
-            if name not in source.tensors:
-                raise ConversionError(f"transformers' model has {name}, but the source does not")
-            array = source.rows(name, 0, source.tensors[name].shape[0])
+        for name, parameter in (*model.named_parameters(), *biases):  # a tied head is listed once, as the embedding
+            array = read_named(source, config, name)
             parameter.copy_(torch.from_numpy(array.astype(np.float32)))

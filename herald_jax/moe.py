@@ -54,7 +54,7 @@ def route(
     _, experts = jax.lax.top_k(choice, moe.experts_per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if moe.renormalise:
-        # The sum of sigmoids can underflow, hence LLaDA2's 1e-20; beside a softmax's best k, at least k / X, it is lost.
+        # A sum of sigmoids can underflow, hence LLaDA2's 1e-20; beside a softmax's best k, at least k / X, it is lost.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return weights * moe.routed_scaling, experts
 
@@ -126,8 +126,9 @@ class _Experts(nnx.Module):
 class MoE(nnx.Module):
     """What stands in an expert layer where others have their MLP.
 
-    `shared` is the MLP that every token passes beside its experts, or None. On a mesh each device holds a slice of every
-    expert's width ("mlp" over the "model" axis) and computes its part of all pairs of its rows; the parts are summed.
+    `shared` is the MLP that every token passes beside its experts, or None. On a mesh each device holds a slice of
+    every expert's width ("mlp" over the "model" axis) and computes its part of all its rows' pairs; the parts are
+    summed.
     """
 
     def __init__(self, config: ModelConfig, dtype: Any, shared: Any):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from convert.converter import SourceProblems, cast, convert
-from convert.rules import RULES, Rule, plan
+from convert.mapping import plan
+from convert.rules import RULES, Rule
 from convert.source import TensorInfo
 from convert.verify import whole_sequence_logits
 from herald_jax.checkpoint import load_checkpoint
@@ -272,7 +273,7 @@ def test_published_checkpoints_map_completely(tmp_path: Path, published: dict[st
 
 def test_rules_match_whole_names_only() -> None:
     rule = Rule("model.layers.{layer}.mlp.up_proj.weight", None, None)
-    assert rule.match("model.layers.12.mlp.up_proj.weight") == "12"
+    assert rule.match("model.layers.12.mlp.up_proj.weight") == ("12", "")
     for name in (
         "xmodel.layers.1.mlp.up_proj.weight",
         "model.layers.1.mlp.up_proj.weight.scale",
