@@ -1,4 +1,4 @@
-"""The flags of `herald-generate`, and the request that they describe."""
+"""The flags of `herald-generate`, and the request that they describe; other commands take the groups they need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """argparse, with errors in the form all of ours have."""
 
     def error(self, message: str) -> NoReturn:
@@ -47,9 +47,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags; those of one plan or policy default to None, so that `build_request` knows which were given."""
-    defaults = GenerateConfig()
-    parser = _Parser(prog="herald-generate", description="Generate text with a converted checkpoint.")
+    """All flags."""
+    parser = CommandParser(prog="herald-generate", description="Generate text with a converted checkpoint.")
     parser.add_argument("checkpoint", help="directory written by herald-convert")
     parser.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input is the prompt")
 
@@ -67,6 +66,29 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
 
+    add_decoding(parser)
+    add_plan(parser)
+
+    group = parser.add_argument_group("running")
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="write each block as soon as it is finished (default: if the output is a terminal)",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object a line: index, text, tokens, finish_reason")
+    group.add_argument("--output", metavar="F", help="file to write, whole or not at all, instead of standard output")
+    group.add_argument("--stats", action="store_true", help="report forwards, tokens per forward, times and KV bytes")
+    return parser
+
+
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """The flags of `GenerateConfig`; those of one policy default to None, so that it is known which were given."""
+    defaults = GenerateConfig()
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=int, default=defaults.max_new_tokens, metavar="N", help="default %(default)s"
@@ -94,6 +116,11 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--top-p", type=float, default=defaults.top_p, metavar="P", help="1, the default, is off")
     group.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling (default %(default)s)")
     group.add_argument("--block-cache", action="store_true", help="Fast-dLLM v2's cache of sub-blocks")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """The flags of the plans; those of one plan default to None."""
+    group = parser.add_argument_group("plan")
     group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
     group.add_argument(
         "--budget", type=_count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
@@ -109,22 +136,6 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--measure", action="store_const", const=True, help="mage: report recall and kept attention with --stats"
     )
-
-    group = parser.add_argument_group("running")
-    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
-    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
-
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        help="write each block as soon as it is finished (default: if the output is a terminal)",
-    )
-    group.add_argument("--json", action="store_true", help="one JSON object a line: index, text, tokens, finish_reason")
-    group.add_argument("--output", metavar="F", help="file to write, whole or not at all, instead of standard output")
-    group.add_argument("--stats", action="store_true", help="report forwards, tokens per forward, times and KV bytes")
-    return parser
 
 
 def _count_or_fraction(text: str) -> int | float:
@@ -158,4 +169,9 @@ def build_request(args: argparse.Namespace) -> tuple[GenerateConfig, Plan]:
         seed=args.seed,
         block_cache=args.block_cache,
     )
-    return config, _build("plan", PLANS, args)
+    return config, build_plan(args)
+
+
+def build_plan(args: argparse.Namespace) -> Plan:
+    """The plan that `add_plan`'s flags describe. Raises GenerationError as `build_request` does."""
+    return _build("plan", PLANS, args)
