@@ -5,9 +5,9 @@ from herald_jax.denoise import EntropyBound, Sequential, StaticLowConfidence, Th
 from herald_jax.errors import CheckpointError, ConfigError, ConversionError, GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, GenerateResult, generate, stream
 from herald_jax.loading import Model, load
-from herald_jax.plans import Dense, Mage
+from herald_jax.plans import Dense, Herald, Mage
 from herald_jax.sharding import make_mesh
-from herald_jax.stats import Stats
+from herald_jax.stats import OffloadStats, Stats
 
 __version__ = "0.1.0"
 
@@ -22,10 +22,12 @@ __all__ = [
     "GenerateConfig",
     "GenerateResult",
     "GenerationError",
+    "Herald",
     "HeraldError",
     "Mage",
     "Model",
     "ModelConfig",
+    "OffloadStats",
     "RopeConfig",
     "Sequential",
     "StaticLowConfidence",

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from herald_jax import mage, select, sharding
+from herald_jax import mage, pooled, select, sharding
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
-from herald_jax.denoise import Policy, Prediction, Sampling, predict
+from herald_jax.denoise import Editing, Policy, Prediction, Sampling, predict
 from herald_jax.mage import MageAttend, MageKV
 from herald_jax.model import Attend, Params, Transformer, bind
-from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.plans import Dense, Herald, Mage, Plan
+from herald_jax.pooled import PooledAttend, PooledKV
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -46,9 +47,11 @@ class Rows:
       key: typed PRNG keys [B].
       forwards, commits, blocks: i32[B] counters; batch_forwards: i32.
       sparse_blocks: i32[B], blocks begun with a budget below their prefix; exact_forwards: i32, forwards that selected.
+      post, edited: i32[B], forwards of the current block since it had no mask left, and tokens rewritten so far; both
+        move under `denoise.Editing` only.
     """
 
-    cache: DeviceKV | MageKV
+    cache: DeviceKV | MageKV | PooledKV
     tokens: jax.Array
     prompt_length: jax.Array
     limit: jax.Array
@@ -68,6 +71,8 @@ class Rows:
     batch_forwards: jax.Array
     sparse_blocks: jax.Array
     exact_forwards: jax.Array
+    post: jax.Array
+    edited: jax.Array
 
 
 Phase = Literal["dense", "select", "sparse"]
@@ -87,7 +92,7 @@ class LoopOptions:
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("cache",))
 def first_canvas(
     params: Params,
-    cache: DeviceKV | MageKV,
+    cache: DeviceKV | MageKV | PooledKV,
     last_hidden: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
@@ -120,9 +125,9 @@ def first_canvas(
     off = jnp.zeros((batch,), bool)
     rows = Rows(
         cache, tokens, prompt_length, limit, length, canvas, known, zero, off, prompt_length, off, done, failed, key,
-        zero, zero, zero, jnp.zeros((), jnp.int32), zero, jnp.zeros((), jnp.int32),
+        zero, zero, zero, jnp.zeros((), jnp.int32), zero, jnp.zeros((), jnp.int32), zero, zero,
     )  # fmt: skip
-    return _placed(_settle(rows, stops, jnp.zeros((batch,), bool)), options.mesh)
+    return placed_rows(_settle(rows, stops, jnp.zeros((batch,), bool)), options.mesh)
 
 
 def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax.Array:
@@ -139,8 +144,14 @@ def _greedy_seed(options: LoopOptions, shape: tuple[int, int]) -> jax.Array | No
     return jnp.broadcast_to(jnp.arange(shape[1])[None, :] == 0, shape)
 
 
-def _settle(rows: Rows, stops: jax.Array, was_complete: jax.Array) -> Rows:
-    """Decide which rows are finished and which tokens are final, after the canvas changed."""
+def _settle(
+    rows: Rows, stops: jax.Array, was_complete: jax.Array, editing: tuple[jax.Array, jax.Array] | None = None
+) -> Rows:
+    """Decide which rows are finished and which tokens are final, after the canvas changed.
+
+    `editing`: bool[B], whether the row's block is final, and bool[B, M], what the step wrote. A block that may still be
+    rewritten is not complete, whatever it holds; but a stop token ends its row in the step that writes one.
+    """
     block = rows.canvas.shape[1]
     slots = rows.length[:, None] + jnp.arange(block)[None, :]
     prefix_known = jnp.cumprod(rows.known, axis=1).astype(bool)
@@ -149,7 +160,12 @@ def _settle(rows: Rows, stops: jax.Array, was_complete: jax.Array) -> Rows:
     complete = jnp.all(rows.known, axis=1)
     # Masks past the limit are never needed: what precedes them is final.
     full = jnp.all(rows.known | (slots >= rows.limit[:, None]), axis=1) & (rows.length + block >= rows.limit)
-    finished = rows.failed | jnp.any(stop, axis=1) | full
+    stopped = jnp.any(stop, axis=1)
+    if editing is not None:
+        final, wrote = editing
+        stopped = stopped & (final | jnp.any(stop & wrote, axis=1))
+        complete, full = complete & final, full & final
+    finished = rows.failed | stopped | full
     newly_done = finished & ~rows.done
     fresh = ~rows.done & ((complete & ~was_complete) | newly_done)
     end = rows.length + jnp.sum(prefix_known, axis=1, dtype=jnp.int32)
@@ -195,6 +211,12 @@ def step(
     eligible = ~rows.known & active[:, None] & (index // small == window[:, None])
 
     prediction, cache = _forward(model, rows, window, active, sampling, options, phase)
+    editable = rewrite = jnp.zeros_like(rows.known)
+    if isinstance(policy, Editing):
+        editable = rows.known & active[:, None] & (rows.length[:, None] + index >= rows.prompt_length[:, None])
+        changed = prediction.token != rows.canvas
+        rewrite = policy.rewrite(editable=editable, changed=changed, confidence=prediction.confidence, post=rows.post)
+        committing = committing & ~jnp.any(rewrite, axis=1)
     if isinstance(options.plan, Mage) and isinstance(cache, MageKV):
         if phase == "select":
             cache = mage.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
@@ -202,6 +224,8 @@ def step(
             counted = active & jnp.any(~rows.known, axis=1)
             cache = mage.add_measured(cache, options.plan, rows.length, counted)
             cache = mage.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
+    if isinstance(cache, PooledKV):
+        cache = pooled.after_step(cache, prediction.token, rows.length, committing, options.mesh)
     reveal = policy(
         eligible=eligible,
         confidence=prediction.confidence,
@@ -210,27 +234,35 @@ def step(
         block_length=block,
     )
     reveal = reveal & eligible
-    canvas = jnp.where(reveal, prediction.token, rows.canvas)
-    known = rows.known | reveal
 
-    fresh_known = jnp.broadcast_to((index == 0) & contract.seeded, known.shape)
-    used = eligible | (fresh_known & committing[:, None])
+    fresh_known = jnp.broadcast_to((index == 0) & contract.seeded, reveal.shape)
+    used = eligible | editable | (fresh_known & committing[:, None])
     nan = jnp.any(used & jnp.isnan(prediction.confidence), axis=1)
     rows = dataclasses.replace(
         rows,
         cache=cache,
+        canvas=jnp.where(reveal | rewrite, prediction.token, rows.canvas),
+        known=rows.known | reveal,
+        failed=rows.failed | nan,
+        edited=rows.edited + jnp.sum(rewrite, axis=1, dtype=jnp.int32),
+    )
+    if isinstance(policy, Editing):
+        # Judged before the next canvas begins: until it is committed, a complete block was not yet final.
+        rows = _settle(rows, stops, jnp.zeros_like(complete), (committing, reveal | rewrite))
+    rows = dataclasses.replace(
+        rows,
         length=rows.length + block * committing,
-        canvas=jnp.where(committing[:, None] & contract.seeded, prediction.token, canvas),
-        known=jnp.where(committing[:, None], fresh_known, known),
+        canvas=jnp.where(committing[:, None] & contract.seeded, prediction.token, rows.canvas),
+        known=jnp.where(committing[:, None], fresh_known, rows.known),
         step=jnp.where(committing, 0, rows.step + active),
         whole_block=active & ~committing,
-        failed=rows.failed | nan,
         forwards=rows.forwards + active,
         commits=rows.commits + committing,
         batch_forwards=rows.batch_forwards + 1,
         exact_forwards=rows.exact_forwards + (phase == "select"),
+        post=jnp.where(committing, 0, rows.post + (active & complete)),
     )
-    return _settle(rows, stops, complete & ~committing)
+    return rows if isinstance(policy, Editing) else _settle(rows, stops, complete & ~committing)
 
 
 def _forward(
@@ -269,6 +301,10 @@ def _forward(
                 phase == "sparse",
                 options.mesh,
                 options.implementation,
+            )
+        if isinstance(options.plan, Herald):
+            attend = PooledAttend(
+                rows.length, active, None, options.plan, contract, options.mesh, options.implementation
             )
         chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
         hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
@@ -317,7 +353,7 @@ def _forward(
     return once(~jnp.any(refresh), partial, carry)
 
 
-def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
+def placed_rows(rows: Rows, mesh: Mesh | None) -> Rows:
     """`rows` where they are split over "data": leaving the loop and entering it again must not compile anew."""
     if mesh is None:
         return rows
@@ -329,6 +365,8 @@ def _placed(rows: Rows, mesh: Mesh | None) -> Rows:
     }
     if isinstance(rows.cache, MageKV):
         state["cache"] = mage.placed(rows.cache, mesh)
+    if isinstance(rows.cache, PooledKV):
+        state["cache"] = pooled.placed(rows.cache, mesh)
     return dataclasses.replace(rows, **state)
 
 
@@ -389,4 +427,4 @@ def run_blocks(
         return ~jnp.all(state[0].done) & ~state[1]
 
     rows, _ = jax.lax.while_loop(going, body, (rows, jnp.zeros((), bool)))
-    return _placed(rows, options.mesh)
+    return placed_rows(rows, options.mesh)

@@ -23,9 +23,11 @@ from herald_jax.cache import DeviceKV
 from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.denoise import Sampling
 from herald_jax.errors import GenerationError
+from herald_jax.herald import Pipeline
 from herald_jax.loading import Model
 from herald_jax.mage import MageKV
-from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.plans import Dense, Herald, Mage, Plan
+from herald_jax.pooled import PooledKV
 from herald_jax.prefill import chunk_length, prefill
 from herald_jax.stats import CompileClock, Stats
 from herald_jax.text import StreamDecoder
@@ -86,7 +88,7 @@ def generate(
       model: from `herald_jax.load`.
       prompts: texts (encoded as they are; apply the chat template with `model.tokenizer.chat`) or lists of ids.
       config: see `GenerateConfig`.
-      plan: `Dense()` or `Mage(...)`.
+      plan: `Dense()`, `Mage(...)` or `Herald(...)`.
       keys: typed PRNG keys, one per row; None derives them from `config.seed` and the row's index.
       implementation: of attention: None, "xla" or "mosaic_gpu" (`pallas_kernels.block_attention`).
 
@@ -97,9 +99,9 @@ def generate(
       GenerationError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room in the model's context,
         or an option the model's family does not have.
     """
-    run = _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation)
-    run.advance(pause=False)
-    return run.result()
+    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation) as run:
+        run.advance(pause=False)
+        return run.result()
 
 
 def stream(
@@ -115,12 +117,12 @@ def stream(
 
     The request is checked and prefilled when the first event is asked for. Closing the iterator stops the work.
     """
-    run = _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation)
-    yield from run.events()
-    while not run.finished:
-        run.advance(pause=True)
+    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation) as run:
         yield from run.events()
-    yield run.stats()
+        while not run.finished:
+            run.advance(pause=True)
+            yield from run.events()
+        yield run.stats()
 
 
 def capacity_for(needed: int) -> int:
@@ -142,6 +144,7 @@ class _Run:
         implementation: str | None,
     ):
         self._clock = CompileClock()
+        self._pipeline: Pipeline | None = None
         self.model, self.config = model, config
         contract = model.config.diffusion
         block = contract.block_length
@@ -175,12 +178,7 @@ class _Run:
 
         started = time.perf_counter()
         place = self._place
-        cache = DeviceKV.empty(model.config, batch, capacity, model.mesh)
-        cache, last_hidden = prefill(
-            model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
-            implementation=implementation,
-        )  # fmt: skip
-        kv = cache if isinstance(plan, Dense) else MageKV.around(cache, plan, model.config, end - block, model.mesh)
+        kv, last_hidden = self._prefill(tokens, whole, capacity, chunk, end - block)
         self.kv_bytes = kv.nbytes
         self._rows: Rows = first_canvas(
             model.params,
@@ -205,6 +203,34 @@ class _Run:
         self.prefill_seconds = time.perf_counter() - started - self._prefill_compile
         self.decode_seconds = 0.0
 
+    def _prefill(
+        self, tokens: np.ndarray, whole: np.ndarray, capacity: int, chunk: int, longest: int
+    ) -> tuple[DeviceKV | MageKV | PooledKV, jax.Array]:
+        """The plan's cache holding every row's whole blocks, and the last hidden states `[B, E]`."""
+        model, options, plan = self.model, self._options, self._options.plan
+        if isinstance(plan, Herald):
+            self._pipeline = Pipeline(model.params, options)
+            slots = whole[:, None] + np.arange(model.config.diffusion.block_length)[None, :]
+            known = slots < self.prompt_length[:, None]
+            return self._pipeline.prefill(
+                tokens, whole, known, capacity=capacity, longest=longest, chunk=chunk
+            )  # fmt: skip
+        cache = DeviceKV.empty(model.config, tokens.shape[0], capacity, model.mesh)
+        cache, last_hidden = prefill(
+            model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
+            implementation=options.implementation,
+        )  # fmt: skip
+        if isinstance(plan, Mage):
+            return MageKV.around(cache, plan, model.config, longest, model.mesh), last_hidden
+        return cache, last_hidden
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+
     def _place(self, value: Any) -> Any:
         sharded = sharding.batch_sharding(self.model.mesh, value.ndim)
         return value if sharded is None else jax.device_put(value, sharded)
@@ -214,6 +240,8 @@ class _Run:
         self._host = _to_host(
             {
                 "tokens": rows.tokens,
+                "length": rows.length,
+                "limit": rows.limit,
                 "ready": rows.ready,
                 "done": rows.done,
                 "failed": rows.failed,
@@ -238,17 +266,22 @@ class _Run:
     def advance(self, *, pause: bool) -> None:
         """Run the loop until a block of some row is finished (`pause`), or to the end."""
         before, started = self._clock.seconds, time.perf_counter()
-        self._rows = run_blocks(
-            self.model.params,
-            self._rows,
-            self.config.policy,
-            self._sampling,
-            self._stops,
-            np.bool_(pause),
-            options=self._options,
-        )
-        self._fetch()
+        how = (self.config.policy, self._sampling, self._stops)
+        if self._pipeline is None:
+            self._rows = run_blocks(self.model.params, self._rows, *how, np.bool_(pause), options=self._options)
+            self._fetch()
+        else:
+            while not self.finished:
+                self._rows = self._pipeline.block(self._rows, *how, last=self._last_block())
+                self._fetch()
+                if pause:
+                    break
         self.decode_seconds += time.perf_counter() - started - (self._clock.seconds - before)
+
+    def _last_block(self) -> bool:
+        """Whether the block that begins now is the last one of every row, by the limit alone."""
+        block = self.model.config.diffusion.block_length
+        return bool((self._host["done"] | (self._host["length"] + block >= self._host["limit"])).all())
 
     def _new_tokens(self, row: int) -> list[int]:
         new = self._host["tokens"][row, self.prompt_length[row] : self._host["ready"][row]].tolist()
@@ -303,6 +336,7 @@ class _Run:
             decode_seconds=self.decode_seconds,
             compile_seconds=self._clock.seconds,
             kv_bytes=self.kv_bytes,
+            offload=None if self._pipeline is None else self._pipeline.settle(),
         )
 
 
@@ -335,16 +369,20 @@ def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
     """Raises GenerationError for a request that this model cannot serve."""
     contract = config.diffusion
-    if not isinstance(plan, (Dense, Mage)):
-        raise GenerationError(f"plan is {plan!r}, but must be Dense() or Mage(...)")
-    if isinstance(plan, Mage):
+    if not isinstance(plan, (Dense, Mage, Herald)):
+        raise GenerationError(f"plan is {plan!r}, but must be Dense(), Mage(...) or Herald(...)")
+    if isinstance(plan, Herald) and contract.mask_token_id is None:
+        raise GenerationError(
+            f"Herald selects with a mask's query, but family {config.family!r} has no mask token; use Dense() or Mage()"
+        )
+    if isinstance(plan, (Mage, Herald)):
         if request.block_cache:
-            raise GenerationError("block_cache goes with the dense plan only, not with Mage")
+            raise GenerationError(f"block_cache goes with the dense plan only, not with {type(plan).__name__}")
         if plan.dense_layers >= config.num_layers:
             raise GenerationError(
                 f"dense_layers is {plan.dense_layers}, but the model has {config.num_layers} layers; leave some sparse"
             )
-        for layer in plan.reselect_layers or ():
+        for layer in (plan.reselect_layers or ()) if isinstance(plan, Mage) else ():
             if not plan.dense_layers <= layer < config.num_layers:
                 raise GenerationError(
                     f"reselect_layers names layer {layer}, but the sparse layers are {plan.dense_layers} to "

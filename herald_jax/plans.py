@@ -1,6 +1,7 @@
 """The plans: which prefix entries a block may attend to while it is denoised, and where they live.
 
-`Dense` attends to everything; `Mage` to a selection made at each block's first step. Frozen, hashable, validated.
+`Dense` attends to everything; `Mage` to a selection made at each block's first step; `Herald` to one made while the
+block before is written, with the cache in host memory. Frozen, hashable, validated.
 """
 
 from __future__ import annotations
@@ -67,21 +68,15 @@ class Mage:
     measure: bool = False
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
-        _ask(
-            self.budget > 0 if whole else isinstance(self.budget, float) and 0 < self.budget <= 1,
-            f"budget is {self.budget!r}, but must be a fraction in (0, 1] or a positive number of entries",
-        )
-        choices = {
+        _check_budget(self)
+        choices: dict[str, tuple[object, ...]] = {
             "query": ("all", "center", "first", "last"),
             "reduce": ("mean", "max"),
             "normalise": ("prefix+block", "prefix"),
             "allocate": ("uniform", "layer_adaptive"),
             "selector": ("mage", "oracle", "quest", "tidal", "random", "recent"),
         }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            _ask(value in allowed, f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
+        _check_choices(self, choices)
         for name, least in (
             ("dense_layers", 0),
             ("min_budget", 0),
@@ -90,9 +85,7 @@ class Mage:
             ("select_at_step", 1),
             ("page_size", 1),
         ):
-            value = getattr(self, name)
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            _ask(ok, f"{name} is {value!r}, but must be an integer of at least {least}")
+            _check_integer(self, name, least)
         _ask(self.layer_spread >= 1, f"layer_spread is {self.layer_spread!r}, but must be at least 1")
         _ask(
             self.allocate == "uniform" or self.selector == "mage",
@@ -105,20 +98,113 @@ class Mage:
         if self.reselect_layers is not None:
             object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
-        always = self.sinks + self.recent
-        _ask(
-            not whole or always <= max(self.budget, self.min_budget),
-            f"sinks and recent are {always} entries together, but budget {self.budget} and min_budget allow less",
-        )
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for (before any layer-adaptive split)."""
-        # Less a thousandth, so that 0.07 * 100 is 7 in float64 here and in float32 in `select.budget_of` alike.
-        wanted = self.budget if isinstance(self.budget, int) else math.ceil(self.budget * prefix - 1e-3)
-        return min(prefix, max(wanted, self.min_budget, self.sinks + self.recent))
+        return _entries(self, prefix)
 
 
-Plan = Dense | Mage
+@dataclass(frozen=True)
+class Herald:
+    """HERALD (arXiv 2606.21633): the KV cache in host memory, and only selected entries of it on the device.
+
+    What the paper's abstracts fix: the cache in host memory, a scan of all keys on the CPU once per block with a single
+    `[MASK]` query per head, a draft block that lets the scan run while the block before is denoised, and two pools that
+    take turns. The rest is ours, as each field says.
+
+    Attributes:
+      budget, min_budget, sinks, recent: as in `Mage`. The block just written is always attended to, beyond the budget.
+      query: whose attention selects: "center" (the `[MASK]` nearest the block's centre; which one is ours), "first" or
+        "last" mask, "mean" (of the masks' query vectors), or "all" masks (MAGE's, 32 times the CPU's arithmetic).
+      reduce: "mean" or "max" of the softmax weight over those queries and the G heads of the KV head (ours).
+      dense_layers: leading layers whose K and V stay in device memory and are attended to whole (ours; MAGE has 2).
+      draft: True selects for a block while the block before it is written, from a draft of both. False selects at the
+        block's own first step, exactly, by moving every layer's K and V through device memory once: MAGE's selection
+        with the cache in host memory, and nothing hidden.
+      draft_at: share of the block that must be revealed before the draft is made (ours). Earlier leaves more time to
+        scan, later makes a better draft.
+      selector: who scores the keys: "cpu" (the paper's), "index" (the device, on a quantised copy of K that it keeps;
+        ours), "split" (the device for some layers, the CPU for the others; ours), or "auto" (measures the CPU's scan
+        and the denoising steps on the first blocks, and moves to the index what the CPU cannot finish in time).
+      index_bits: 8 or 4, of each number in the index.
+      split: share of the layers that "split" scores on the device.
+      reuse: copy entries that the current pool holds already on the device instead of fetching them again (ours).
+      segment: denoising steps per program while a selection is awaited; the next pool is filled between two of them.
+    """
+
+    budget: float | int = 0.05
+    query: Literal["center", "first", "last", "mean", "all"] = "center"
+    reduce: Literal["mean", "max"] = "mean"
+    dense_layers: int = 0
+    min_budget: int = 256
+    sinks: int = 0
+    recent: int = 0
+    draft: bool = True
+    draft_at: float = 0.5
+    selector: Literal["cpu", "index", "split", "auto"] = "cpu"
+    index_bits: int = 8
+    split: float = 0.5
+    reuse: bool = True
+    segment: int = 4
+
+    def __post_init__(self) -> None:
+        _check_budget(self)
+        _check_choices(
+            self,
+            {
+                "query": ("center", "first", "last", "mean", "all"),
+                "reduce": ("mean", "max"),
+                "selector": ("cpu", "index", "split", "auto"),
+                "index_bits": (8, 4),
+                "draft": (True, False),
+                "reuse": (True, False),
+            },
+        )
+        for name, least in (("dense_layers", 0), ("min_budget", 0), ("sinks", 0), ("recent", 0), ("segment", 1)):
+            _check_integer(self, name, least)
+        for name in ("draft_at", "split"):
+            value = getattr(self, name)
+            _ask(0 <= value <= 1, f"{name} is {value!r}, but must be a fraction in [0, 1]")
+
+    def entries(self, prefix: int) -> int:
+        """How many of `prefix` entries the budget pays for."""
+        return _entries(self, prefix)
+
+
+def _entries(plan: Mage | Herald, prefix: int) -> int:
+    # Less a thousandth, so that 0.07 * 100 is 7 in float64 here and in float32 in `select.budget_of` alike.
+    wanted = plan.budget if isinstance(plan.budget, int) else math.ceil(plan.budget * prefix - 1e-3)
+    return min(prefix, max(wanted, plan.min_budget, plan.sinks + plan.recent))
+
+
+def _check_budget(plan: Mage | Herald) -> None:
+    whole = isinstance(plan.budget, int) and not isinstance(plan.budget, bool)
+    _ask(
+        plan.budget > 0 if whole else isinstance(plan.budget, float) and 0 < plan.budget <= 1,
+        f"budget is {plan.budget!r}, but must be a fraction in (0, 1] or a positive number of entries",
+    )
+    for name in ("min_budget", "sinks", "recent"):
+        _check_integer(plan, name, 0)
+    always = plan.sinks + plan.recent
+    _ask(
+        not whole or always <= max(plan.budget, plan.min_budget),
+        f"sinks and recent are {always} entries together, but budget {plan.budget} and min_budget allow less",
+    )
+
+
+def _check_choices(plan: Mage | Herald, choices: dict[str, tuple[object, ...]]) -> None:
+    for name, allowed in choices.items():
+        value = getattr(plan, name)
+        _ask(value in allowed, f"{name} is {value!r}, but must be one of {', '.join(map(str, allowed))}")
+
+
+def _check_integer(plan: Mage | Herald, name: str, least: int) -> None:
+    value = getattr(plan, name)
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _ask(ok, f"{name} is {value!r}, but must be an integer of at least {least}")
+
+
+Plan = Dense | Mage | Herald
 
 
 def _ask(condition: bool, message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from herald_jax.plans import Mage
+from herald_jax.plans import Herald, Mage
 from pallas_kernels import select_topk
 
 # Scores of entries that are chosen whatever their attention says. Finite: infinities would tie with overflow.
@@ -22,7 +22,7 @@ _ALWAYS = 1e30
 _POOL_GRAIN = 64
 
 
-def budget_of(plan: Mage, prefix: jax.Array) -> jax.Array:
+def budget_of(plan: Mage | Herald, prefix: jax.Array) -> jax.Array:
     """Entries per layer and KV head for rows with `prefix` i32[B] committed tokens: `plan.entries`, traced."""
     if isinstance(plan.budget, int):
         wanted = jnp.full_like(prefix, plan.budget)
@@ -39,14 +39,19 @@ def selected_capacity(plan: Mage, longest: int) -> int:
     return -(-max(wanted, 1) // _POOL_GRAIN) * _POOL_GRAIN
 
 
-def query_rows(plan: Mage, masked: jax.Array) -> jax.Array:
-    """Which queries of the block count: bool[B, M] for "all", else the index i32[B] of the single one.
+def pool_capacity(plan: Herald, longest: int) -> int:
+    """P under HERALD: as `selected_capacity`, for budgets that are the same in every layer."""
+    return -(-max(plan.entries(longest), 1) // _POOL_GRAIN) * _POOL_GRAIN
+
+
+def query_rows(plan: Mage | Herald, masked: jax.Array) -> jax.Array:
+    """Which queries of the block count: bool[B, M] for "all" (and "mean"), else the index i32[B] of the single one.
 
     `masked` bool[B, M] are the positions still to be written; only a mask's query says what a mask will look for.
     """
     length = masked.shape[1]
     index = jnp.arange(length)[None, :]
-    if plan.query == "all":
+    if plan.query in ("all", "mean"):
         return masked
     if plan.query == "first":
         cost = index
@@ -62,7 +67,7 @@ def chosen(rows: jax.Array, length: int) -> jax.Array:
     return rows if rows.dtype == jnp.bool_ else jnp.arange(length)[None, :] == rows[:, None]
 
 
-def with_residents(plan: Mage, score: jax.Array, prefix: jax.Array) -> jax.Array:
+def with_residents(plan: Mage | Herald, score: jax.Array, prefix: jax.Array) -> jax.Array:
     """`score` f32[..., B, K, N] with sinks and the most recent entries of each row's prefix raised above all others."""
     if plan.sinks + plan.recent == 0:
         return score
@@ -73,7 +78,12 @@ def with_residents(plan: Mage, score: jax.Array, prefix: jax.Array) -> jax.Array
 
 
 def pick(
-    plan: Mage, score: jax.Array, counts: jax.Array, prefix: jax.Array, capacity: int, implementation: str | None
+    plan: Mage | Herald,
+    score: jax.Array,
+    counts: jax.Array,
+    prefix: jax.Array,
+    capacity: int,
+    implementation: str | None,
 ) -> jax.Array:
     """Indices i32[..., B, K, P], ascending, of the `counts` i32[..., B] best entries below `prefix` i32[B]."""
     score = with_residents(plan, score, prefix)

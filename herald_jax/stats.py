@@ -8,6 +8,57 @@ from typing import Any
 import jax
 
 
+@dataclasses.dataclass
+class OffloadStats:
+    """What HERALD's pipeline counted.
+
+    Attributes:
+      selector: who scored the keys.
+      blocks: selections made beside a block (a batch's rows share them).
+      host_bytes, pool_bytes, dense_bytes, index_bytes: the cache in host memory; on the device both pools, the layers
+        kept whole, and the quantised keys.
+      fetched_bytes: K and V that crossed PCIe to fill pools; reused_bytes: what the pool before already held.
+      scan_seconds, scan_bytes: the CPU's scans, and the keys they read.
+      scan_exposed_seconds: of these, the time for which nothing was left to denoise.
+    """
+
+    selector: str = "cpu"
+    blocks: int = 0
+    host_bytes: int = 0
+    pool_bytes: int = 0
+    dense_bytes: int = 0
+    index_bytes: int = 0
+    fetched_bytes: int = 0
+    reused_bytes: int = 0
+    scan_seconds: float = 0.0
+    scan_bytes: int = 0
+    scan_exposed_seconds: float = 0.0
+
+    @property
+    def reuse(self) -> float:
+        """Share of the pools' selected entries that were not fetched again."""
+        return self.reused_bytes / max(self.fetched_bytes + self.reused_bytes, 1)
+
+    @property
+    def scan_hidden(self) -> float:
+        """Share of the scans' time that ran behind denoising."""
+        return 1.0 - self.scan_exposed_seconds / self.scan_seconds if self.scan_seconds else 1.0
+
+    def lines(self) -> list[str]:
+        """The report that `--stats` prints."""
+        per_block = max(self.blocks, 1)
+        rate = self.scan_bytes / self.scan_seconds / 1e9 if self.scan_seconds else 0.0
+        return [
+            f"host KV cache       {self.host_bytes / 2**20:.1f} MiB",
+            f"device              {self.pool_bytes / 2**20:.1f} MiB of pools, {self.dense_bytes / 2**20:.1f} MiB of dense "
+            f"layers, {self.index_bytes / 2**20:.1f} MiB of index",
+            f"over PCIe           {self.fetched_bytes / per_block / 2**20:.2f} MiB per block; {self.reuse:.1%} of the "
+            "selected entries were on the device already",
+            f"selection           {self.selector}: {self.scan_seconds / per_block * 1e3:.2f} ms per block "
+            f"({rate:.1f} GB/s), {self.scan_hidden:.1%} hidden behind {self.blocks} blocks",
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """Counts and times of one `generate` call.
@@ -26,6 +77,7 @@ class Stats:
       prefill_seconds, decode_seconds: wall time, compilation excluded.
       compile_seconds: spent compiling during the call.
       kv_bytes: allocated KV cache, all devices together.
+      offload: HERALD's counters; None under the other plans.
     """
 
     rows: int
@@ -45,6 +97,7 @@ class Stats:
     decode_seconds: float
     compile_seconds: float
     kv_bytes: int
+    offload: OffloadStats | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -94,7 +147,7 @@ class Stats:
             )
         if self.recall is not None and self.mass_kept is not None:
             report.append(f"selection           recall {self.recall:.3f}, attention kept {self.mass_kept:.3f}")
-        return report
+        return report + (self.offload.lines() if self.offload is not None else [])
 
 
 class CompileClock:

@@ -1,0 +1,271 @@
+"""HERALD's device programs: denoise over the pool, draft, and fill the next pool while the block is finished.
+
+The host side of the pipeline is `herald.py`. A block is three kinds of program: `denoise` runs steps, as many as asked;
+`draft` is one forward over [the block, its masks guessed | an all-masked next block], whose queries select; `finish`
+turns the scores into the next pool while it runs the block's last steps. Everything is donated; nothing but the
+selected rows that the current pool lacks crosses PCIe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from herald_jax import select
+from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
+from herald_jax.cache import CACHE_SPEC, DeviceKV
+from herald_jax.denoise import Policy, Sampling
+from herald_jax.host_kv import HostKV, on_gpu
+from herald_jax.model import Params, Transformer, bind
+from herald_jax.plans import Herald
+from herald_jax.pooled import PooledAttend, PooledKV, draft_positions
+from pallas_kernels import gather_rows
+from pallas_kernels.layers import gather_layers
+
+_INDICES = P(None, "data", "model", None)
+_NEVER = jnp.iinfo(jnp.int32).max
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a pool holds: i32[Ls, B, K, P] positions of its selected entries (ascending, -1 padded), and i32[B] `resident`,
+    the first position of the resident block behind them (a value no position reaches where there is none)."""
+
+    indices: jax.Array
+    resident: jax.Array
+
+
+def _plan(options: LoopOptions) -> Herald:
+    assert isinstance(options.plan, Herald)
+    return options.plan
+
+
+def _pooled(rows: Rows) -> PooledKV:
+    assert isinstance(rows.cache, PooledKV)
+    return rows.cache
+
+
+def _run(
+    model: Transformer,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    options: LoopOptions,
+    first: jax.Array,
+    limit: jax.Array,
+    target: jax.Array,
+) -> Rows:
+    """Steps until every row has committed, at most `limit`, or until every row has revealed `target` positions.
+
+    Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
+    """
+
+    def going(state: tuple[jax.Array, Rows]) -> jax.Array:
+        i, rows = state
+        starting = first & (i == 0)
+        revealed = jnp.sum(rows.known, axis=1) >= target
+        far_enough = jnp.all(rows.done | (rows.step == 0) | revealed)
+        return starting | (_inside(rows) & (i < limit) & ~far_enough)
+
+    def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
+        i, rows = state
+        waiting = (rows.step == 0) & ~(first & (i == 0))
+        return i + 1, step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
+
+    return jax.lax.while_loop(going, body, (jnp.int32(0), rows))[1]
+
+
+def _inside(rows: Rows) -> jax.Array:
+    return jnp.any(~rows.done & (rows.step > 0))
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+def denoise(
+    params: Params,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    first: jax.Array,
+    limit: jax.Array,
+    target: jax.Array,
+    *,
+    options: LoopOptions,
+) -> tuple[Rows, jax.Array]:
+    """Denoising steps over the pool; bool scalar `first` begins a block. Returns the rows and whether any is inside its
+    block still. All arguments but `options` are traced: one program serves every segment of every block."""
+    cache = _pooled(rows)
+    sparse = first & ~rows.done & (select.budget_of(_plan(options), rows.length) < rows.length)
+    cache = dataclasses.replace(cache, committed=cache.committed & ~first)
+    rows = dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
+    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, limit, target)
+    return placed_rows(rows, options.mesh), _inside(rows)
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+def draft(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
+    """The queries that select for every row's next block, `[Ls, B, K, R, D]`, and i32[B], the prefix they select from.
+
+    One forward of [this block, each mask filled by its prediction | a block of masks] over the current pool. What it
+    writes behind the pool's entries is overwritten by the next step.
+    """
+    plan, contract = _plan(options), options.config.diffusion
+    cache = _pooled(rows)
+    batch, block = rows.canvas.shape
+    ahead = cache.committed  # these rows' canvas is already the next block's
+    start = jnp.where(ahead, rows.length - block, rows.length)
+    slots = start[:, None] + jnp.arange(block)[None, :]
+    written = jnp.take_along_axis(rows.tokens, slots, axis=1)
+    current = jnp.where(ahead[:, None], written, jnp.where(rows.known, rows.canvas, cache.guess))
+    following = jnp.full((batch, block), contract.mask_token_id, jnp.int32)
+    if contract.seeded:
+        seed = jnp.where(ahead, rows.canvas[:, 0], cache.guess[:, 0])
+        following = following.at[:, 0].set(seed)
+    tokens = jnp.concatenate([current, following], axis=1)
+    positions = start[:, None] + jnp.arange(2 * block)[None, :]
+    keep = ~ahead[:, None] | (jnp.arange(2 * block) >= block)[None, :]
+    attend = PooledAttend(start, ~rows.done, keep, plan, contract, options.mesh, options.implementation)
+    layers, _, heads, _, dim = cache.pool.k.shape
+    asked = 1 if plan.query == "mean" else len(draft_positions(plan, contract))
+    shape = (layers, batch, heads, asked * options.config.group_size, dim)
+    with_queries = dataclasses.replace(cache, queries=jnp.zeros(shape, cache.pool.k.dtype))
+    _, drafted = bind(options.config, params)(tokens, positions, attend, with_queries)
+    assert drafted.queries is not None  # the forward fills them
+    rows = dataclasses.replace(rows, cache=dataclasses.replace(drafted, queries=None))
+    return placed_rows(rows, options.mesh), drafted.queries, start
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames=("rows", "spare"))
+def finish(
+    params: Params,
+    rows: Rows,
+    spare: DeviceKV,
+    importance: tuple[jax.Array, ...],
+    prefix: jax.Array,
+    held: Held,
+    host: HostKV,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    *,
+    options: LoopOptions,
+) -> tuple[Rows, DeviceKV, Held, jax.Array]:
+    """Fill `spare` for the next block and run this one to its end, side by side on a GPU.
+
+    Args:
+      importance: f32[B, K, N] of each pooled layer. prefix: i32[B], the entries it is about. held: what the current pool
+        holds. host: read in place, not changed.
+
+    Returns:
+      The rows, the filled pool, what it holds (its resident block is still to be added, by `turn`), and i32[2, B]: rows
+      of K and V fetched from the host, and copied from the current pool.
+    """
+    plan = _plan(options)
+    pool = _pooled(rows).pool
+    never = jnp.full_like(prefix, _NEVER)
+
+    def choose(pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any) -> Any:
+        wanted = select.budget_of(plan, prefix)
+        capacity = held.indices.shape[-1]
+        indices = jnp.stack(
+            [select.pick(plan, x, wanted, prefix, capacity, options.implementation) for x in importance]
+        )
+        near = held_slots(indices, held, counts) if plan.reuse else jnp.full_like(indices, -1)
+        if plan.reuse:
+            filled = gather_rows(pool.k, pool.v, near, spare.k, spare.v, implementation=options.implementation)
+            spare = DeviceKV(*filled)
+        far = jnp.where(near >= 0, -1, indices)
+        moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
+        if options.mesh is not None:
+            moved = jax.lax.psum(moved, "model")
+        return spare, indices, far, moved
+
+    def fetch(spare: DeviceKV, far: jax.Array, host: HostKV) -> DeviceKV:
+        return DeviceKV(
+            *gather_layers(host.k, host.v, far, spare.k, spare.v, implementation=options.implementation)
+        )  # fmt: skip
+
+    if options.mesh is not None:
+        both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
+        score = tuple(P("data", "model", None) for _ in importance)
+        what = Held(_INDICES, P("data"))  # type: ignore[arg-type]
+        layers = jax.tree.map(lambda _: CACHE_SPEC, host)
+        mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
+        choose = mapped(
+            choose, in_specs=(both, both, score, P("data"), what, P("data")),
+            out_specs=(both, _INDICES, _INDICES, P(None, "data")),
+        )  # fmt: skip
+        fetch = mapped(fetch, in_specs=(both, _INDICES, layers), out_specs=both)
+    spare, indices, far, moved = choose(pool, spare, importance, prefix, held, _pooled(rows).counts)
+    # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
+    rows, spare = jax.lax.optimization_barrier((rows, spare))
+    spare = _beside(fetch, options)(spare, far, host)
+    model = bind(options.config, params)
+    no, all_steps = jnp.zeros((), bool), jnp.int32(_NEVER)
+    rows = _run(model, rows, policy, sampling, stops, options, no, all_steps, all_steps)
+    return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
+
+
+def _beside(fetch: Callable[..., Any], options: LoopOptions) -> Callable[..., Any]:
+    """`fetch` on a second stream where there are streams, so that it runs while the steps do."""
+    if not on_gpu(options.mesh):
+        return fetch
+    from jax.experimental.compute_on import compute_on
+
+    return compute_on(fetch, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+
+
+def held_slots(indices: jax.Array, held: Held, counts: jax.Array) -> jax.Array:
+    """Where in the current pool each entry of `indices` i32[Ls, B, K, P] lies, or -1.
+
+    `counts` i32[B] are the pool's entries, the resident block's included: that is M long and lies behind the others.
+    """
+    there = jnp.where(held.indices < 0, _NEVER, held.indices)
+    find = functools.partial(jnp.searchsorted, method="scan_unrolled")
+    for _ in range(3):
+        find = jax.vmap(find)
+    slot = find(there, indices).astype(jnp.int32)
+    last = there.shape[-1] - 1
+    match = jnp.take_along_axis(there, jnp.minimum(slot, last), axis=-1) == indices
+    selected = jnp.sum(held.indices >= 0, axis=-1, dtype=jnp.int32)[..., None]
+    first = held.resident.reshape(1, -1, 1, 1)
+    behind = indices - first  # negative for every entry where there is no resident block
+    resident = (behind >= 0) & (behind < counts.reshape(1, -1, 1, 1) - selected)
+    near = jnp.where(match, slot, jnp.where(resident, selected + behind, -1))
+    return jnp.where(indices >= 0, near, -1)
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames=("spare", "guess"))
+def turn(
+    spare: DeviceKV, outbox: DeviceKV, guess: jax.Array, held: Held, prefix: jax.Array, committed: jax.Array,
+    *, options: LoopOptions,
+) -> tuple[DeviceKV, jax.Array, Held, jax.Array]:  # fmt: skip
+    """Put the block just written behind a filled pool's entries. Returns pool, counts i32[B], what it holds, guesses."""
+    counts = select.budget_of(_plan(options), prefix)
+
+    def local(spare: DeviceKV, outbox: DeviceKV, counts: jax.Array) -> DeviceKV:
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            for b in range(x.shape[1]):
+                start = (jnp.int32(0), jnp.int32(b), jnp.int32(0), counts[b], jnp.int32(0))
+                x = jax.lax.dynamic_update_slice(x, new[:, b : b + 1], start)
+            return x
+
+        return DeviceKV(put(spare.k, outbox.k), put(spare.v, outbox.v))
+
+    if options.mesh is not None:
+        both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
+        local = jax.shard_map(
+            local, mesh=options.mesh, in_specs=(both, both, P("data")), out_specs=both, check_vma=False
+        )
+    block = outbox.k.shape[3]
+    spare = local(spare, outbox, counts)
+    resident = jnp.where(committed, prefix, _NEVER)
+    return spare, counts + block * committed, Held(held.indices, resident), jnp.zeros_like(guess)
