@@ -30,7 +30,7 @@ class Transform:
       shape: the source shape that a config demands.
       part: what of the parameter it fills: "all", or a part; the rules of one path together say which parts there are.
       write: `write(leaf, tensor)` puts the tensor into its part. None: the tensor is the parameter, byte for byte.
-      by_expert: parameter and tensor have (under a pattern with `{expert}`, the tensors form) a leading axis of experts,
+      by_expert: parameter and tensor (with `{expert}` in the pattern: the tensors together) have an axis of experts first,
         and `write` is called for one expert at a time.
     """
 

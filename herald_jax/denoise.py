@@ -243,8 +243,56 @@ class Sequential:
         return eligible & (jnp.cumsum(eligible, axis=-1) <= count)
 
 
-POLICIES = (StaticLowConfidence, Threshold, EntropyBound, Sequential)
-Policy = StaticLowConfidence | Threshold | EntropyBound | Sequential
+@dataclasses.dataclass(frozen=True)
+class Editing:
+    """LLaDA2.1's token editing: what a block already holds is corrected while it is still being denoised.
+
+    Beside the masked positions that `fill` reveals, a step rewrites every position of the block behind the prompt whose
+    prediction is another token, with a confidence above `threshold`. When no mask is left the block goes on being
+    read, at most `max_post_steps` + 1 times, until nothing is rewritten any more; only then is it final. (A forward that
+    rewrites nothing has written the block's final K and V: it is the commit.)
+
+    Attributes:
+      fill: the policy for masked positions.
+      threshold: 0 rewrites whatever disagrees, as in SGLang and the checkpoints' own code. (diffusers takes 0 to mean no
+        editing: for that, use `fill` alone.)
+      max_post_steps: see above; 16 in every published sampler.
+
+    Sources: LLaDA2.1's report, equations 1 to 3; diffusers' BlockRefinementScheduler and LLaDA2Pipeline.
+    """
+
+    fill: StaticLowConfidence | Threshold | EntropyBound | Sequential = Threshold(0.95)
+    threshold: Any = 0.9
+    max_post_steps: Any = 16
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fill, Editing):
+            raise GenerationError("fill is Editing(...), but must be the policy that reveals masked positions")
+        if isinstance(self.threshold, str) or (_is_number(self.threshold) and not 0 <= self.threshold <= 1):
+            raise GenerationError(
+                f"editing threshold is {self.threshold!r}, but a probability between 0 and 1 was expected; to switch "
+                "editing off use the fill policy alone"
+            )
+        steps = self.max_post_steps
+        if isinstance(steps, (bool, float, str)) or (isinstance(steps, int) and steps < 0):
+            raise GenerationError(f"max_post_steps is {steps!r}, but must be a number of steps from 0 up")
+        _as_float(self, "threshold")
+
+    def __call__(
+        self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
+    ) -> jax.Array:
+        return self.fill(
+            eligible=eligible, confidence=confidence, entropy=entropy, step=step, block_length=block_length
+        )
+
+    def rewrite(self, *, editable: jax.Array, changed: jax.Array, confidence: jax.Array, post: jax.Array) -> jax.Array:
+        """Which positions bool[B, M] are rewritten: `editable` ones whose prediction `changed`; `post` i32[B] counts the
+        forwards that the block has had without masks."""
+        return editable & changed & (confidence > self.threshold) & (post <= self.max_post_steps)[:, None]
+
+
+POLICIES = (StaticLowConfidence, Threshold, EntropyBound, Sequential, Editing)
+Policy = StaticLowConfidence | Threshold | EntropyBound | Sequential | Editing
 
 for _cls, _data, _meta in (
     (Prediction, ["token", "confidence", "entropy"], []),
@@ -253,5 +301,6 @@ for _cls, _data, _meta in (
     (Threshold, ["threshold", "steps"], []),
     (EntropyBound, ["bound", "steps"], []),
     (Sequential, ["steps"], []),
+    (Editing, ["fill", "threshold", "max_post_steps"], []),
 ):
     jax.tree_util.register_dataclass(_cls, data_fields=_data, meta_fields=_meta)

@@ -21,7 +21,7 @@ from herald_jax import sharding
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
 from herald_jax.config import GenerateConfig, ModelConfig
-from herald_jax.denoise import Sampling
+from herald_jax.denoise import Editing, Sampling
 from herald_jax.errors import GenerationError
 from herald_jax.herald import Pipeline
 from herald_jax.loading import Model
@@ -251,6 +251,7 @@ class _Run:
                 "batch_forwards": rows.batch_forwards,
                 "sparse_blocks": rows.sparse_blocks,
                 "exact_forwards": rows.exact_forwards,
+                "edited": rows.edited,
             }
             | self._measured()
         )
@@ -336,6 +337,7 @@ class _Run:
             decode_seconds=self.decode_seconds,
             compile_seconds=self._clock.seconds,
             kv_bytes=self.kv_bytes,
+            edited_tokens=int(host["edited"].sum()),
             offload=None if self._pipeline is None else self._pipeline.settle(),
         )
 
@@ -388,6 +390,11 @@ def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prom
                     f"reselect_layers names layer {layer}, but the sparse layers are {plan.dense_layers} to "
                     f"{config.num_layers - 1}"
                 )
+    if isinstance(request.policy, Editing) and (contract.seeded or contract.block_length == 1):
+        raise GenerationError(
+            "Editing goes with families whose logits speak for their own position (LLaDA2, SDAR), not with "
+            f"{config.family!r}"
+        )
     if request.block_cache and contract.small_block_length == contract.block_length:
         raise GenerationError(f"block_cache needs sub-blocks, but family {config.family!r} has none")
     if request.top_k > config.vocab_size:

@@ -77,6 +77,7 @@ class Stats:
       prefill_seconds, decode_seconds: wall time, compilation excluded.
       compile_seconds: spent compiling during the call.
       kv_bytes: allocated KV cache, all devices together.
+      edited_tokens: tokens rewritten after they were first revealed (0 but under `denoise.Editing`).
       offload: HERALD's counters; None under the other plans.
     """
 
@@ -97,6 +98,7 @@ class Stats:
     decode_seconds: float
     compile_seconds: float
     kv_bytes: int
+    edited_tokens: int = 0
     offload: OffloadStats | None = None
 
     @property
@@ -141,6 +143,8 @@ class Stats:
             f"compilation         {self.compile_seconds:.3f} s",
             f"KV cache            {self.kv_bytes / 2**20:.1f} MiB",
         ]
+        if self.edited_tokens:
+            report.append(f"edited tokens       {self.edited_tokens}")
         if self.exact_forwards:
             report.append(
                 f"sparse blocks       {self.sparse_blocks} of {self.blocks} ({self.exact_forwards} exact forwards)"

@@ -44,7 +44,7 @@ def kernels(plan: Plan, layers: int) -> list[str]:
         count = jnp.zeros(scalar.shape, scalar.dtype)
         return Rows(
             cache, jnp.zeros((batch, slots), jnp.int32), zero, zero, zero, canvas, canvas > 0, zero, off, zero, off,
-            off, off, keys, zero, zero, zero, count, zero, count,
+            off, off, keys, zero, zero, zero, count, zero, count, zero, zero,
         )  # fmt: skip
 
     state = jax.eval_shape(rows)
