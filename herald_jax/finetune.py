@@ -1,0 +1,351 @@
+"""`herald-finetune`: go on training a converted checkpoint, plainly or for MAGE's sparse attention.
+
+Plain: the block-diffusion objective of `objective.py`. For MAGE (`--plan mage`): cross-entropy of the sparse pass plus
+lambda times KL(sparse || exact), as in arXiv 2602.14209. The entries that the sparse pass may see are chosen by an
+exact pass over the same noisy blocks, which takes no gradient and is also the teacher. `--lora` trains low-rank
+additions only. A run continues from its own state (`OUTPUT.state`) and then follows the same trajectory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from herald_jax import cli_arguments, lora, sharding, tasks, training
+from herald_jax.checkpoint import check_destination, load_checkpoint, save_checkpoint
+from herald_jax.config import ModelConfig
+from herald_jax.errors import ConfigError, GenerationError, HeraldError
+from herald_jax.model import Params, flatten, param_specs, unflatten
+from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
+from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.text import load_tokenizer
+from herald_jax.train_attention import CLEAN_CHUNK, TrainAttend
+from herald_jax.train_data import Source, TaskRows, TextRows
+
+# Above this the copy that scanning over layers makes is not affordable.
+_SCAN_PARAMETERS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """What is trained on.
+
+    Attributes:
+      plan: `Dense()` for the plain objective, `Mage(...)` for MAGE's.
+      kl: lambda, the weight of KL(sparse || exact); MAGE only.
+      lora_alpha: scale of the adapters, when adapters are what is trained.
+      remat: recompute layers in the backward pass.
+      implementation: of attention, None or "cudnn" (`train_attention.masked_attention`).
+    """
+
+    plan: Plan = dataclasses.field(default_factory=Dense)
+    kl: float = 1.0
+    lora_alpha: float = 32.0
+    remat: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.kl >= 0:
+            raise ConfigError(f"the weight of KL is {self.kl!r}, but must be 0 or positive")
+        if not isinstance(self.plan, (Dense, Mage)):
+            raise ConfigError(f"there is no training objective for plan {self.plan!r}; use Dense() or Mage(...)")
+        if isinstance(self.plan, Mage) and (self.plan.selector, self.plan.allocate) != ("mage", "uniform"):
+            raise ConfigError("training for MAGE goes with selector 'mage' and allocate 'uniform'")
+
+
+def block_loss(
+    config: ModelConfig,
+    params: Params,
+    batch: TrainBatch,
+    options: LossOptions,
+    adapters: lora.Adapters | None = None,
+    one_document: bool = True,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of one batch, and its parts: "ce", "kl", "accuracy" (of the holes)."""
+    dtype = jnp.dtype(config.dtype)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    head = params["embed"]["embedding"] if config.tie_word_embeddings else params["head"]["kernel"]
+    plan = options.plan if isinstance(options.plan, Mage) else None
+    attend = TrainAttend(
+        batch.first, batch.at, batch.masked, batch.every_block, plan=plan, one_document=one_document,
+        implementation=options.implementation,
+    )  # fmt: skip
+    scan = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values()) < _SCAN_PARAMETERS
+    more: dict[str, Any] = {"adapters": adapters, "alpha": options.lora_alpha, "remat": options.remat, "scan": scan}
+    if plan is None:
+        hidden, _ = noisy_hidden(config, params, batch, attend, **more)
+        found = token_loss(config, head, hidden, batch)
+    else:
+        select = dataclasses.replace(attend, mode="select")
+        fixed = jax.lax.stop_gradient(params)
+        held = jax.lax.stop_gradient(adapters)
+        exact, chosen = noisy_hidden(config, fixed, batch, select, **more | {"adapters": held, "remat": False})
+        sparse = dataclasses.replace(attend, mode="sparse")
+        hidden, _ = noisy_hidden(config, params, batch, sparse, jax.lax.stop_gradient(chosen), **more)
+        found = token_loss(config, head, hidden, batch, jax.lax.stop_gradient(exact))
+    ce, kl = found.mean(), found.mean_divergence()
+    total = jnp.maximum(jnp.sum(found.weight), 1e-6)
+    accuracy = jnp.sum(found.hit * found.weight) / total
+    return ce + options.kl * kl, {"ce": ce, "kl": kl, "accuracy": accuracy}
+
+
+def make_finetune_step(
+    config: ModelConfig,
+    optimizer: training.Optimizer,
+    options: LossOptions,
+    *,
+    frozen: Params | None = None,
+    complementary: bool = True,
+    full: float = 0.0,
+    seed: int = 0,
+) -> Callable[..., tuple[training.TrainState, Any]]:
+    """`step(state, rows, rate)`: noise the rows by (seed, state.step), take the loss, update.
+
+    `rows` is a dict of "tokens", "maskable" and "at". With `frozen`, the state's tree is LoRA adapters for them. The
+    frozen parameters are an argument of the compiled program, not constants in it.
+    """
+
+    def advance(
+        frozen: Params | None, state: training.TrainState, rows: dict[str, jax.Array], rate: Any
+    ) -> tuple[training.TrainState, Any]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        batch = corrupt(
+            key, rows["tokens"], config.diffusion, maskable=rows["maskable"], at=rows["at"],
+            complementary=complementary, full=full,
+        )  # fmt: skip
+
+        def loss(trained: Any, batch: TrainBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            if frozen is None:
+                return block_loss(config, trained, batch, options)
+            return block_loss(config, frozen, batch, options, adapters=trained)
+
+        return training.make_step(loss, optimizer)(state, batch, rate)
+
+    compiled = jax.jit(advance, donate_argnums=(1,))
+    return lambda state, rows, rate: compiled(frozen, state, rows, rate)
+
+
+def train(
+    step: Callable[..., tuple[training.TrainState, Any]],
+    state: training.TrainState,
+    source: Source,
+    *,
+    steps: int,
+    rate: Callable[[int], float],
+    mesh: Mesh | None = None,
+    directory: Path | None = None,
+    save_every: int = 100,
+) -> tuple[training.TrainState, list[tuple[int, float]]]:
+    """Run to step number `steps`, from wherever `state` is; saves under `directory` every so often and at the end.
+
+    Returns the state and the learning curve [(step, loss), ...]. The source is asked for each step by its number, so
+    that a resumed run goes on as if it had never stopped.
+    """
+    begin = int(state.step)
+    first = source.rows(begin)
+    progress = training.Progress(steps, start=begin, tokens_per_step=first.tokens.size)
+    waiting: tuple[int, Any] | None = None
+    try:
+        for number in range(begin, steps):
+            rows = source.rows(number)
+            state, metrics = step(state, training.place_batch(dataclasses.asdict(rows), mesh), np.float32(rate(number)))
+            # The loss is looked at one step late: reading it at once would stop the device from working ahead.
+            if waiting is not None:
+                progress.add(waiting[0], float(waiting[1]))
+            waiting = (number + 1, metrics["loss"])
+            if directory is not None and ((number + 1) % save_every == 0 or number + 1 == steps):
+                training.save_state(directory, state)
+        if waiting is not None:
+            progress.add(waiting[0], float(waiting[1]))
+    finally:
+        progress.close()
+    return state, progress.curve
+
+
+def memory_lines(
+    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, mage: bool
+) -> list[str]:
+    """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand."""
+    parameters = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values())
+    itemsize = jnp.dtype(config.dtype).itemsize
+    tokens = batch * (length + copies * config.diffusion.block_length)
+    width, heads = config.hidden_size, config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    layer = (parameters - config.vocab_size * width * (1 if config.tie_word_embeddings else 2)) / config.num_layers
+    parts: dict[str, float] = {}
+    if rank is None:
+        # float32 master weights and two moments, their gradient, and the copy that the forward pass computes in.
+        parts["weights, optimizer state and gradient"] = parameters * (16 + itemsize)
+    else:
+        adapted = (
+            config.num_layers * rank * (2 * width + 2 * heads + 2 * kv_heads + 3 * config.intermediate_size + width)
+        )
+        parts["frozen weights"] = parameters * itemsize
+        parts["adapters, their state and gradient"] = adapted * 16
+        parts["one merged layer and its gradient"] = layer * (itemsize + 4) * 2
+    parts["layer inputs kept"] = config.num_layers * tokens * width * itemsize
+    parts["one layer's activations"] = (
+        tokens * (4 * width + 2 * (heads + kv_heads) + 6 * config.intermediate_size) * itemsize * 2
+    )
+    parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
+    parts["logits of a chunk"] = 3 * min(
+        512 << 20, batch * copies * config.diffusion.block_length * config.vocab_size * 4
+    )
+    if mage:
+        parts["chosen entries"] = config.num_layers * batch * copies * config.num_kv_heads * length
+    lines = [f"{name:<42}{size / 2**30:8.2f} GiB" for name, size in parts.items()]
+    return [*lines, f"{'together, about':<42}{sum(parts.values()) / 2**30:8.2f} GiB"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli_arguments.CommandParser(
+        prog="herald-finetune", description="Train a converted checkpoint further, plainly or for MAGE."
+    )
+    parser.add_argument("checkpoint", help="directory written by herald-convert")
+    parser.add_argument("output", help="directory to write the trained checkpoint to")
+    parser.add_argument("--data", metavar="F", help='text, or a .jsonl of objects with "text" or "prompt" and "answer"')
+    parser.add_argument("--tasks", metavar="T,T", help=f"or synthetic tasks: all, or some of {', '.join(tasks.TASKS)}")
+    parser.add_argument("--haystack", metavar="F", help="text to hide the tasks in (default: the package's own)")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a row (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows of a step (default %(default)s)")
+    parser.add_argument(
+        "--copies", type=int, metavar="S", help="noisy blocks of a row (default: a quarter of its blocks)"
+    )
+    parser.add_argument("--steps", type=int, default=150, metavar="N", help="default %(default)s")
+    parser.add_argument("--learning-rate", type=float, metavar="R", help="default 1e-5, with LoRA 2e-4")
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="default %(default)s")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the weights")
+    parser.add_argument(
+        "--kl", type=float, default=1.0, metavar="L", help="mage: weight of KL(sparse || exact) (default 1)"
+    )
+    parser.add_argument(
+        "--full", type=float, default=0.25, metavar="P", help="share of wholly masked blocks (default 0.25)"
+    )
+    cli_arguments.add_plan(parser)
+    parser.add_argument("--attention", choices=["xla", "cudnn"], help="how to attend (default: xla)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="split the batch over N devices")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--save-every", type=int, default=50, metavar="N", help="steps between states (default 50)")
+    parser.add_argument("--curve", metavar="F", help="write the learning curve as PNG")
+    parser.add_argument("--force", action="store_true", help="replace the output if it exists")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status and never raises for what a user can cause."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from the last saved state", file=sys.stderr)
+        return 130
+    except HeraldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {where}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    if (args.data is None) == (args.tasks is None):
+        raise GenerationError("give either --data or --tasks, so that there is something to train on")
+    for name in ("length", "batch_size", "steps", "devices", "save_every"):
+        if getattr(args, name) < 1:
+            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+    options = LossOptions(
+        cli_arguments.build_plan(args), args.kl, lora_alpha=float(2 * (args.lora or 1)), implementation=args.attention
+    )
+    check_destination(Path(args.output), force=args.force)
+    mesh = sharding.normalise_mesh(sharding.make_mesh(data=args.devices)) if args.devices > 1 else None
+    place = (lambda _, spec: sharding.param_sharding(spec, mesh)) if mesh is not None else None
+    found = load_checkpoint(args.checkpoint, sharding_for=place)
+    config = found.config
+    block = config.diffusion.block_length
+    if found.tokenizer_dir is None:
+        raise GenerationError(f"{args.checkpoint} carries no tokenizer, which the training text needs")
+    if args.length % block or args.length > config.max_position_embeddings:
+        raise GenerationError(
+            f"--length is {args.length}, but must be a multiple of the block length {block} and at most the model's "
+            f"context of {config.max_position_embeddings}"
+        )
+    copies = args.copies or max(1, args.length // block // 4)
+    source = _source(args, config, load_tokenizer(found.tokenizer_dir), copies)
+    print("memory of a step, by formula:", file=sys.stderr)
+    for line in memory_lines(
+        config, batch=-(-args.batch_size // args.devices), length=args.length, copies=copies, rank=args.lora,
+        mage=isinstance(options.plan, Mage),
+    ):  # fmt: skip
+        print(f"  {line}", file=sys.stderr)
+
+    optimizer = training.Optimizer(weight_decay=0.0)
+    frozen = None
+    if args.lora is None:
+        trained: Any = training.master(found.params, mesh, config)
+    else:
+        frozen, trained = found.params, lora.init_adapters(config, args.lora, jax.random.key(args.seed))
+        if mesh is not None:
+            everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            trained = jax.device_put(trained, everywhere)
+    state = training.init_state(trained, optimizer, mesh)
+    directory = Path(f"{args.output}.state")
+    resumed = training.restore_state(directory, state)
+    if resumed is not None:
+        print(f"continuing from step {int(resumed.step)} in {directory}", file=sys.stderr)
+        state = resumed
+    step = make_finetune_step(config, optimizer, options, frozen=frozen, full=args.full, seed=args.seed)
+    peak = args.learning_rate or (1e-5 if args.lora is None else 2e-4)
+    state, curve = train(
+        step, state, source, steps=args.steps, mesh=mesh, directory=directory, save_every=args.save_every,
+        rate=lambda n: training.warmup_cosine(n, args.steps, peak=peak, warmup=args.warmup),
+    )  # fmt: skip
+    if frozen is None:
+        dtype = jnp.dtype(config.dtype)
+        params = unflatten({path: leaf.astype(dtype) for path, leaf in flatten(state.trained).items()})
+    else:
+        params = lora.merge(frozen, state.trained, alpha=options.lora_alpha)
+    provenance = {**found.provenance, "finetuned": {"from": str(args.checkpoint), "command": " ".join(sys.argv[1:])}}
+    save_checkpoint(
+        args.output, config, params, tokenizer_dir=found.tokenizer_dir, provenance=provenance, force=args.force
+    )
+    if args.curve and curve:
+        training.plot_curve(curve, args.curve)
+
+
+def _source(args: argparse.Namespace, config: ModelConfig, tokenizer: Any, copies: int) -> Source:
+    contract = config.diffusion
+    end = contract.stop_token_ids[0] if contract.stop_token_ids else contract.pad_token_id
+    if end is None:
+        raise GenerationError("the model has neither a stop token nor a padding token to end its answers with")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    if args.data is not None:
+        return TextRows(
+            args.data, length=args.length, batch=args.batch_size, copies=copies, encode=encode,
+            block=contract.block_length, end=end, seed=args.seed,
+        )  # fmt: skip
+    names = list(tasks.TASKS) if args.tasks == "all" else args.tasks.split(",")
+    haystack = None
+    if args.haystack is not None:
+        haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8"))
+    return TaskRows(
+        names, length=args.length, batch=args.batch_size, copies=copies, encode=encode, block=contract.block_length,
+        end=end, seed=args.seed, haystack=haystack,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
