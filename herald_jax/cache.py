@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from herald_jax.config import ModelConfig
 from herald_jax.sharding import one_device
 from pallas_kernels import block_attention
+from pallas_kernels.fused_rows import Destination, write_kv, write_rows
 
 CACHE_SPEC = P(None, "data", "model", None, None)
 
@@ -77,11 +78,22 @@ class DenseAttend:
         """The same for every layer."""
         return self
 
+    def destination(self, layer: Any, tokens: int, cache: DeviceKV) -> Destination:
+        """Where a block of `tokens` goes. Who writes K and V there itself calls with None for them, on `written`."""
+        return Destination(cache.k, cache.v, jnp.asarray(layer, jnp.int32), self.start, tokens, self.keep)
+
+    def written(self, cache: DeviceKV, k: jax.Array, v: jax.Array) -> DeviceKV:
+        """`cache` with the arrays that its `destination` has become."""
+        del cache
+        return DeviceKV(k, v)
+
     def __call__(
-        self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: DeviceKV
+        self, layer: Any, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: DeviceKV
     ) -> tuple[jax.Array, DeviceKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
-        local = functools.partial(_write_and_attend, self.implementation)
+        local = functools.partial(
+            _write_and_attend, self.implementation, self.implementation if self.mesh is None else "xla"
+        )
         args = (jnp.asarray(layer, jnp.int32), q, k, v, cache.k, cache.v, self.start, self.visible, self.keep)
         if self.mesh is not None:
             row = P("data") if self.start.ndim else P()
@@ -107,18 +119,20 @@ class DenseAttend:
 
 def _write_and_attend(
     implementation: Any,
+    writes: str | None,
     layer: jax.Array,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cache_k: jax.Array,
     cache_v: jax.Array,
     start: jax.Array,
     visible: jax.Array,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    cache_k = write(cache_k, layer, k, start, keep)
-    cache_v = write(cache_v, layer, v, start, keep)
+    if k is not None and v is not None:
+        into = Destination(cache_k, cache_v, layer, start, k.shape[1], keep)
+        cache_k, cache_v = write_kv(k, v, into, implementation=writes)
     b, t, kv_heads, group, d = q.shape
     folded = q.reshape(b, t, kv_heads * group, d)
     result = block_attention(folded, cache_k, cache_v, visible, layer=layer, implementation=implementation)
@@ -130,14 +144,4 @@ def write(cache: jax.Array, layer: Any, new: jax.Array, start: jax.Array, keep: 
 
     The slots must lie inside the cache; `generate` sizes it so that even a finished row's do.
     """
-    batch, length = new.shape[:2]
-    if keep is None and (start.ndim == 0 or batch == 1):
-        slot = start.reshape(())
-        block = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
-        zero = jnp.zeros_like(slot)
-        return jax.lax.dynamic_update_slice(cache, block, (jnp.full_like(slot, layer), zero, zero, slot, zero))
-    slots = start.reshape(-1, 1) + jnp.arange(length)[None, :]
-    if keep is not None:
-        slots = jnp.where(keep, slots, cache.shape[3])  # out of bounds: dropped
-    rows = jnp.arange(batch)[:, None]
-    return cache.at[layer, rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=keep is None)
+    return write_rows(cache, layer, new, start, keep)

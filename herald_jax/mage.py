@@ -19,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import select
-from herald_jax.cache import CACHE_SPEC, DeviceKV, write
+from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.plans import Mage
 from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
+from pallas_kernels.fused_rows import Destination, write_kv
 
 Role = Literal["dense", "sparse", "reuse"]
 _INDICES = P(None, "data", "model", None)
@@ -127,7 +128,21 @@ class MageAttend:
             role = "sparse"
         return dataclasses.replace(self, role=role)
 
-    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
+    def destination(self, layer: Any, tokens: int, cache: MageKV) -> Destination | None:
+        """Where a block's K and V go, as `DenseAttend.destination`; None where they go to two places."""
+        if self.sparse and (self.role == "dense" or self.plan.measure):
+            return None
+        kv, start = (cache.pool, cache.counts[layer]) if self.sparse else (cache.full, self.prefix)
+        return Destination(kv.k, kv.v, jnp.asarray(layer, jnp.int32), start, tokens)
+
+    def written(self, cache: MageKV, k: jax.Array, v: jax.Array) -> MageKV:
+        """`cache` with the arrays that its `destination` has become."""
+        kv = DeviceKV(k, v)
+        return dataclasses.replace(cache, pool=kv) if self.sparse else dataclasses.replace(cache, full=kv)
+
+    def __call__(
+        self, layer: Any, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: MageKV
+    ) -> tuple[jax.Array, MageKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
 
         def local(layer: Any, q: Any, k: Any, v: Any, cache: MageKV, prefix: Any, visible: Any, rows: Any) -> Any:
@@ -145,19 +160,17 @@ class MageAttend:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
     def _local(
-        self, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: MageKV
+        self, layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: MageKV
     ) -> tuple[jax.Array, MageKV]:
         b, t, kv_heads, group, d = q.shape
         folded = q.reshape(b, t, kv_heads * group, d)
         dense = self.role == "dense"
         measuring = self.plan.measure and self.sparse and not dense
         if not self.sparse or dense or measuring:
-            full = DeviceKV(write(cache.full.k, layer, k, self.prefix), write(cache.full.v, layer, v, self.prefix))
-            cache = dataclasses.replace(cache, full=full)
+            cache = dataclasses.replace(cache, full=self._write(cache.full, layer, k, v, self.prefix))
         if self.sparse:
             # In dense layers too: `commit` takes the block's K and V of every layer from the pool.
-            start = cache.counts[layer]
-            pool = DeviceKV(write(cache.pool.k, layer, k, start), write(cache.pool.v, layer, v, start))
+            pool = self._write(cache.pool, layer, k, v, cache.counts[layer])
             cache = dataclasses.replace(cache, pool=pool)
         elif not dense:
             out, cache = self._select(layer, folded, cache)
@@ -170,6 +183,13 @@ class MageAttend:
         else:
             out = self._attention(folded, cache.full, self.visible, layer).out
         return out.reshape(q.shape), cache
+
+    def _write(self, kv: DeviceKV, layer: jax.Array, k: Any, v: Any, start: jax.Array) -> DeviceKV:
+        if k is None:  # written already
+            return kv
+        implementation = self.implementation if self.mesh is None else "xla"
+        into = Destination(kv.k, kv.v, layer, start, k.shape[1])
+        return DeviceKV(*write_kv(k, v, into, implementation=implementation))
 
     def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> Any:
         """Attention over everything visible, with the importance by which this plan selects."""
@@ -269,7 +289,7 @@ class MageAttend:
         k, v = gather_rows(
             full.k, full.v, indices, cache.pool.k, cache.pool.v, layer=layer, implementation=self.implementation
         )
-        pool = DeviceKV(write(k, layer, block(full.k), start), write(v, layer, block(full.v), start))
+        pool = self._write(DeviceKV(k, v), layer, block(full.k), block(full.v), start)
         seen = jnp.where(self.visible > 0, start[:, None] + t, 0)
         return self._attention(q, pool, seen, layer).out, dataclasses.replace(cache, pool=pool)
 

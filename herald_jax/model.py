@@ -24,6 +24,7 @@ from flax import nnx
 
 from herald_jax.config import ModelConfig, RopeConfig
 from herald_jax.moe import MoE
+from herald_jax.streamed import Stream, begin, end, streamed_layer, streams
 
 Params = dict[str, Any]
 Cache = TypeVar("Cache")
@@ -138,8 +139,10 @@ class _Layer(nnx.Module):
         self.mlp = _feed_forward(config, dtype, layer)
 
     def __call__(
-        self, layer: Any, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
+        self, layer: Any, x: Any, angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> tuple[Any, Any]:
+        if isinstance(x, Stream):
+            return streamed_layer(self, layer, x, angles, attend, cache)
         y, cache = self.attn(layer, self.attn_norm(x), angles, attend, cache)
         x = x + y
         mesh = (getattr(attend, "mesh", None),) if isinstance(self.mlp, MoE) else ()
@@ -151,11 +154,11 @@ def _shared_layer(
     graph: Any,
     state: Any,
     layer: jax.Array,
-    x: jax.Array,
+    x: Any,
     angles: tuple[jax.Array, jax.Array],
     attend: Attend,
     cache: Any,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, Any]:
     """One layer as a function of its number.
 
     Layers are unrolled (a scan over stacked weights copies each layer's slice), but traced and lowered once: lowering a
@@ -196,13 +199,17 @@ class Transformer(nnx.Module):
         Returns:
           The normalised hidden states `[B, T, E]` (logits are `hidden @ head_kernel().T`) and the new cache.
         """
-        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        x: Any = jnp.take(self.embed.embedding[...], tokens, axis=0)
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
+        if streams(self.config, attend, tokens):
+            x = begin(self.layers[0], x)
         for i, layer in enumerate(self.layers):
             if hasattr(attend, "at"):
                 x, cache = _shared_layer(*nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache)
             else:
                 x, cache = layer(i, x, angles, attend, cache)
+        if isinstance(x, Stream):
+            return end(self.norm, x).reshape(*tokens.shape, -1), cache
         return self.norm(x), cache
 
     def head_kernel(self) -> jax.Array:

@@ -115,6 +115,7 @@ def _merge_rows(ins, outs, number, count: int, p: Plan):
     acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
     for s in range(p.splits):
         part = plgpu.load(ins["out"].at[s, batch, head, tile, pl.ds(row, count)], layout=layout)
+        part = part.astype(jnp.float32)
         share = by_query[0][0][s]
         for i in range(1, count):
             share = jnp.where(which == i, by_query[i][0][s], share)

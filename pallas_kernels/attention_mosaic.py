@@ -2,8 +2,8 @@
 
 One program computes a tile of query rows against one split of the KV entries of one KV head: a warpgroup that only
 issues TMA copies feeds a ring of K and V tiles in shared memory, and one or two compute warpgroups of 64 rows each run
-the online softmax over them with wgmma. With several splits the programs leave float32 partial results that a second,
-small kernel joins in a fixed order (`attention_finish`).
+the online softmax over them with wgmma. With several splits the programs leave partial results that a second, small
+kernel joins in a fixed order (`attention_finish`).
 
 The rows of a tile are *slabs*: `query_chunk` consecutive queries of one query head. All G heads of a KV head are folded
 into the rows this way by the copies themselves, so q needs no transposition beforehand.
@@ -60,7 +60,8 @@ def attention_mosaic(
 class Parts(NamedTuple):
     """What the programs of the kernel leave, S splits.
 
-    out: `[B, T, H, D]` (T padded) if S == 1, else partial results `f32[S, B, K, R, rows, D]`.
+    out: `[B, T, H, D]` (T padded) if S == 1, else partial results `[S, B, K, R, rows, D]`, both of q's dtype: each is
+      normalised, so rounding them costs about what rounding their mean does, and at short lengths their bytes count.
     lse: likewise `f32[B, T, H]` or `f32[S, B, K, R, rows]`, natural log.
     prefix_lse: `f32[S, B, K, R, rows]` over the prefix alone, or None.
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
@@ -94,7 +95,7 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     partial = p.splits > 1
     kept = (p.batch, p.kv_heads, p.kv_tiles, p.group)
     outputs = Parts(
-        out=jax.ShapeDtypeStruct((*row_shape, p.head_dim) if partial else q.shape, jnp.float32 if partial else q.dtype),
+        out=jax.ShapeDtypeStruct((*row_shape, p.head_dim) if partial else q.shape, q.dtype),
         lse=jax.ShapeDtypeStruct(row_shape if partial else q.shape[:3], jnp.float32),
         prefix_lse=jax.ShapeDtypeStruct(row_shape, jnp.float32) if p.prefix_sums else None,
         weights=jax.ShapeDtypeStruct((*kept, p.kv_tile), jnp.bfloat16) if p.keep_weights else None,
@@ -209,13 +210,15 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
         if p.prefix_sums:
             outs.prefix_lse[here] = _lse(top, prefix_total)
         acc *= lax.broadcast_in_dim(jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0), acc.shape, [0])
+        smem = scratch["q_smem"].at[wg]
+        smem[...] = acc.astype(p.dtype)
+        plgpu.commit_smem()
         if p.splits > 1:
-            outs.out[here], outs.lse[here] = acc, lse
+            outs.lse[here] = lse
+            plgpu.copy_smem_to_gmem(smem, outs.out.at[here])
+            plgpu.wait_smem_to_gmem(0)
         else:
             mosaic_inline.store_rows(outs.lse.at[batch], lse, _row_queries(head, tile, wg, p))
-            smem = scratch["q_smem"].at[wg]
-            smem[...] = acc.astype(p.dtype)
-            plgpu.commit_smem()
             for rows, where, exists in slabs(p, batch, head, tile, wg):
                 pl.when(exists)(functools.partial(plgpu.copy_smem_to_gmem, smem.at[rows], outs.out.at[where]))
             plgpu.wait_smem_to_gmem(0)

@@ -95,6 +95,48 @@ def scatter_rows_missing(k: Any, *, in_host_memory: bool) -> str | None:
     return gather_rows_missing(k)
 
 
+def _two_bytes_missing(name: str, dtype: Any) -> str | None:
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"{name} on mosaic_gpu takes bfloat16 or float16, not {jnp.dtype(dtype).name}"
+    return None
+
+
+def add_norm_missing(x: Any, parts: Any) -> str | None:
+    """Why `add_norm` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    if parts is not None and jnp.dtype(parts.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(x.dtype)):
+        return f"add_norm on mosaic_gpu adds float32 or {x.dtype} to {x.dtype}, not {parts.dtype}"
+    if x.shape[1] % 8 or x.shape[0] < 1:
+        return f"add_norm on mosaic_gpu reads rows in 16-byte chunks: a multiple of 8 numbers, not {x.shape[1]}"
+    return _two_bytes_missing("add_norm", x.dtype)
+
+
+def project_heads_missing(parts: Any, dtype: Any, head_dim: int) -> str | None:
+    """Why `project_heads` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    if parts is not None and jnp.dtype(parts.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(dtype)):
+        return f"project_heads on mosaic_gpu adds float32 or {jnp.dtype(dtype)}, not {parts.dtype}"
+    if head_dim not in (64, 128):
+        return f"project_heads on mosaic_gpu shares a head among 16 or 32 threads: head dim 64 or 128, not {head_dim}"
+    return _two_bytes_missing("project_heads", dtype)
+
+
+def stream_matmul_missing(x: Any, w: Any) -> str | None:
+    """Why `stream_matmul` and `gated_matmul` have no Mosaic GPU kernel for these arguments, or None if they have."""
+    tokens, depth = x.shape
+    if x.dtype != w.dtype:
+        return f"stream_matmul on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
+    if tokens % 8 or not 8 <= tokens <= 128:
+        return (
+            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to 128, not {tokens}: its tiles come in "
+            "groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
+        )
+    if depth % 64 or w.shape[-1] % (64 if w.ndim == 3 else 128):
+        return (
+            f"stream_matmul on mosaic_gpu has tiles of 64 rows and 128 columns of the weights (gated: 64), which "
+            f"{list(w.shape)} is no multiple of"
+        )
+    return _two_bytes_missing("stream_matmul", x.dtype)
+
+
 def select(implementation: str | None, missing: Callable[[], str | None]) -> str:
     """The implementation to use: "xla", "mosaic_gpu", or "auto" (mosaic_gpu where lowered for CUDA, xla elsewhere).
 

@@ -7,7 +7,8 @@ of this package use behind it. A kernel is a plain function of a :class:`Lanes` 
 :mod:`pallas_kernels.lanes_numpy` can run the very same function on the CPU, which is how the tests check its logic.
 
 The vocabulary: one unsigned 32-bit word per thread (``Value``, with Python's operators, all of them unsigned; 64-bit
-for addresses), predicates instead of branches, loops with the same bounds for the whole thread block.
+for addresses), one float32 number per thread (``Real``), predicates instead of branches, loops with the same bounds for
+the whole thread block.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
@@ -24,7 +26,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm, nvvm
 
-__all__ = ["Lanes", "Value", "launch"]
+__all__ = ["Lanes", "Real", "Value", "launch"]
 
 # The stubs of these two describe the generated operations, not the hand-written ones that replace them.
 arith: Any = importlib.import_module("jaxlib.mlir.dialects.arith")
@@ -109,6 +111,25 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Real:
+    """A float32 number, one per thread. Plain Python numbers mix in."""
+
+    def __init__(self, value: Any):
+        self.ir = value
+
+    def _operand(self, other: Real | float) -> Any:
+        return other.ir if isinstance(other, Real) else arith.constant(ir.F32Type.get(), float(other))
+
+    def __add__(self, other: Real | float) -> Real:
+        return Real(arith.addf(self.ir, self._operand(other)))
+
+    def __sub__(self, other: Real | float) -> Real:
+        return Real(arith.subf(self.ir, self._operand(other)))
+
+    def __mul__(self, other: Real | float) -> Real:
+        return Real(arith.mulf(self.ir, self._operand(other)))
+
+
 class _Memory:
     """A reference as the address of its first byte: 64 bits wide in global memory, 32 in shared memory."""
 
@@ -154,6 +175,32 @@ class Lanes:
 
     def minimum(self, a: Value, b: Value) -> Value:
         return Value(arith.minui(a.ir, b.ir))
+
+    def real(self, bits: Value) -> Real:
+        """The float32 number with these bits."""
+        return Real(arith.bitcast(ir.F32Type.get(), bits.ir))
+
+    def bits(self, number: Real) -> Value:
+        return Value(arith.bitcast(_word(), number.ir))
+
+    def rsqrt(self, number: Real) -> Real:
+        """1 / sqrt, to about 2 units in the last place."""
+        return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "rsqrt.approx.f32 $0, $1;", "=f,f"))
+
+    def unpack(self, word: Value, dtype: Any) -> tuple[Real, Real]:
+        """The two numbers of a 16-bit dtype in a word, the lower half first."""
+        if dtype == jax.numpy.bfloat16:
+            return self.real(word << 16), self.real(word & 0xFFFF0000)
+        code = "{{ .reg .b16 h; .reg .b16 l; mov.b32 {{l, h}}, $1; cvt.f32.f16 $0, {}; }}"
+        low, high = (
+            Real(llvm.inline_asm(ir.F32Type.get(), [word.ir], code.format(half), "=f,r")) for half in ("l", "h")
+        )
+        return low, high
+
+    def pack(self, low: Real, high: Real, dtype: Any) -> Value:
+        """Inverse of `unpack`, rounded to nearest, ties to even."""
+        kind = "bf16x2" if dtype == jax.numpy.bfloat16 else "f16x2"
+        return Value(llvm.inline_asm(_word(), [high.ir, low.ir], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f"))
 
     def at(self, memory: _Memory, index: Value) -> _Memory:
         """The memory from word ``index`` (64 bits for global memory) on."""
@@ -291,7 +338,6 @@ def launch(
     if threads % 128 or not 0 < threads <= 1024:
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
     varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
-    refs = [jax.new_ref(_unmarked_p.bind(x) if _varying(x) else x) for x in updated]
 
     def body(*args: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
@@ -301,7 +347,7 @@ def launch(
 
         per_thread(*args)
 
-    made = plgpu.kernel(
+    run = plgpu.kernel(
         body,
         out_type=tuple(outputs),
         scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in shared],
@@ -311,6 +357,15 @@ def launch(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name=name,
-    )(*inputs, *refs)
-    results = [jax.freeze(ref) for ref in refs] + list(made)
+    )
+    updated = [_unmarked_p.bind(x) if _varying(x) else x for x in updated]
+    if not updated:
+        results = list(run(*inputs))
+    elif not outputs:
+        # References that live in a scope of their own: free ones cannot be inside a `compute_on`.
+        results = list(pl.run_state(lambda refs: run(*inputs, *refs))(tuple(updated)))
+    else:
+        refs = [jax.new_ref(x) for x in updated]
+        made = run(*inputs, *refs)
+        results = [jax.freeze(ref) for ref in refs] + list(made)
     return [jax.lax.pcast(x, tuple(varying), to="varying") for x in results] if varying else results

@@ -43,6 +43,22 @@ class NumpyLanes:
     def minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.minimum(a, b)
 
+    def real(self, bits: np.ndarray) -> np.ndarray:
+        return bits.view(np.float32)
+
+    def bits(self, number: np.ndarray) -> np.ndarray:
+        return np.asarray(number, np.float32).view(np.uint32)
+
+    def rsqrt(self, number: np.ndarray) -> np.ndarray:
+        return 1 / np.sqrt(number)
+
+    def unpack(self, word: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        halves = word.view(np.uint16).view(np.dtype(dtype)).astype(np.float32)
+        return halves[0::2], halves[1::2]
+
+    def pack(self, low: np.ndarray, high: np.ndarray, dtype: Any) -> np.ndarray:
+        return np.stack([low, high], axis=1).astype(np.dtype(dtype)).view(np.uint32)[:, 0]
+
     def at(self, memory: np.ndarray, index: np.ndarray) -> np.ndarray:
         if (index != index[0]).any():
             raise NotImplementedError("a start that differs between the threads of a block")

@@ -1,0 +1,110 @@
+"""The kernels of a denoising step on the card: skinny matmuls, what lies between them, a forward made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.common import rms_error
+from herald_jax.cache import DenseAttend, DeviceKV
+from herald_jax.model import bind
+from herald_jax.streamed import streams
+from pallas_kernels.fused_rows import Destination, add_norm, project_heads, write_kv
+from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
+from tests.herald_jax import tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def arrays(seed: int, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16, scale: float = 1.0) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [scale * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+# Tokens that fill no tile, one and a part, two; columns for less than one program of several groups; few, many steps.
+@pytest.mark.parametrize("tokens", [8, 40, 64, 72, 128])
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtype"), [(64, 128, "bfloat16"), (832, 1152, "float16"), (4096, 4096, "bfloat16")]
+)
+def test_matmuls(tokens: int, depth: int, columns: int, dtype: str) -> None:
+    x, w = arrays(tokens, (tokens, depth), (depth, columns), dtype=dtype, scale=depth**-0.25)
+    run = jax.jit(lambda x, w: stream_matmul(x, w, implementation="mosaic_gpu"))
+    got = run(x, w)
+    wanted = jnp.einsum("te,ef->tf", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    assert rms_error(jnp.sum(got.astype(jnp.float32), axis=0), wanted) < tolerance
+    assert_same(got, run(x, w))
+    gates = w.reshape(depth, 2, columns // 2)
+    if columns // 2 % 64 == 0:
+        gated = jax.jit(lambda x, w: gated_matmul(x, w, implementation="mosaic_gpu"))(x, gates)
+        halves = wanted.reshape(tokens, 2, columns // 2)
+        assert rms_error(gated, jax.nn.silu(halves[:, 0]) * halves[:, 1]) < tolerance
+
+
+@pytest.mark.parametrize(("rows", "size", "splits"), [(1, 8, 2), (33, 1544, 0), (128, 4096, 4), (5, 16384, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_add_norm(rows: int, size: int, splits: int, dtype: str) -> None:
+    x, scale, parts = arrays(rows, (rows, size), (size,), (splits, rows, size), dtype=dtype)
+    args = (x, parts if splits else None, scale)
+    got = add_norm(*args, eps=1e-6, implementation="mosaic_gpu")
+    for a, b in zip(got, add_norm(*args, eps=1e-6, implementation="xla"), strict=True):
+        assert rms_error(a, b) < float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("dim", "group", "norm"), [(64, 1, False), (128, 7, True), (128, 4, False)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_heads_and_cache(dim: int, group: int, norm: bool, keep: bool) -> None:
+    batch, tokens, heads = 3, 9, 2
+    width, rows = heads * (group + 2) * dim, batch * tokens
+    parts, bias, q_scale, k_scale = arrays(dim, (2, rows, width), (width,), (dim,), (dim,))
+    angles = tuple(arrays(1, *[(rows, dim // 2)] * 2, dtype=jnp.float32))
+    caches = arrays(2, *[(4, batch, heads, 64, dim)] * 2)
+    kept = jax.random.bernoulli(jax.random.key(3), 0.5, (batch, tokens)) if keep else None
+    into = Destination(*caches, jnp.int32(2), jnp.asarray([0, 55, 13], jnp.int32), tokens, kept)
+
+    def run(implementation: str) -> Any:
+        args = (parts, None if norm else bias, *((q_scale, k_scale) if norm else (None, None)), angles)
+        options = {"group": group, "eps": 1e-6, "dtype": jnp.bfloat16, "implementation": implementation}
+        q, k, v = project_heads(*args, **options)
+        written = write_kv(*(x.reshape(batch, tokens, heads, dim) for x in (k, v)), into, implementation=implementation)
+        return q, k, v, *written, *project_heads(*args, into=into, **options)
+
+    got = run("mosaic_gpu")
+    for a, b in zip(got, run("xla"), strict=True):
+        assert rms_error(a, b) < 4e-3
+    assert_same(got[3:5], got[6:])  # written by the head kernel itself
+    for before, after in zip(caches, got[6:], strict=True):
+        np.testing.assert_array_equal(np.asarray(after[:2], np.float32), np.asarray(before[:2], np.float32))
+
+
+@pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_forward_is_the_ordinary_one(form: str, batch: int) -> None:
+    config = dataclasses.replace(
+        tiny.FORMS[form], num_layers=3, hidden_size=256, head_dim=128, intermediate_size=320, dtype="bfloat16"
+    )
+    params = tiny.params(config)
+    tokens = jax.random.randint(jax.random.key(0), (batch, 32), 0, 90)
+    start = jnp.asarray([100, 0, 57][:batch], jnp.int32)
+    kv = DeviceKV(*arrays(5, *[(3, batch, config.num_kv_heads, 256, 128)] * 2))
+
+    def run(implementation: str | None) -> Any:
+        attend = DenseAttend(start, (start + 32)[:, None], implementation=implementation)
+        assert streams(config, attend, tokens) == (implementation is None)
+        positions = start[:, None] + jnp.arange(32)[None]
+        return jax.jit(lambda params, kv: bind(config, params)(tokens, positions, attend, kv))(params, kv)
+
+    (hidden, cache), (wanted, plain) = run(None), run("xla")
+    assert rms_error(hidden, wanted) < 0.02
+    for a, b in ((cache.k, plain.k), (cache.v, plain.v)):
+        assert rms_error(a, b) < 0.01
