@@ -30,8 +30,8 @@ class Transform:
       shape: the source shape that a config demands.
       part: what of the parameter it fills: "all", or a part; the rules of one path together say which parts there are.
       write: `write(leaf, tensor)` puts the tensor into its part. None: the tensor is the parameter, byte for byte.
-      by_expert: parameter and tensor (with `{expert}` in the pattern: the tensors together) have an axis of experts first,
-        and `write` is called for one expert at a time.
+      by_expert: parameter and tensor have a leading axis of experts (with `{expert}` in the pattern: the tensors form
+        it), and `write` is called for one expert at a time.
     """
 
     name: str

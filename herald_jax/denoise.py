@@ -249,13 +249,13 @@ class Editing:
 
     Beside the masked positions that `fill` reveals, a step rewrites every position of the block behind the prompt whose
     prediction is another token, with a confidence above `threshold`. When no mask is left the block goes on being
-    read, at most `max_post_steps` + 1 times, until nothing is rewritten any more; only then is it final. (A forward that
-    rewrites nothing has written the block's final K and V: it is the commit.)
+    read, at most `max_post_steps` + 1 times, until nothing is rewritten any more; only then is it final. (A forward
+    that rewrites nothing has written the block's final K and V: it is the commit.)
 
     Attributes:
       fill: the policy for masked positions.
-      threshold: 0 rewrites whatever disagrees, as in SGLang and the checkpoints' own code. (diffusers takes 0 to mean no
-        editing: for that, use `fill` alone.)
+      threshold: 0 rewrites whatever disagrees, as in SGLang and the checkpoints' own code. (diffusers takes 0 to mean
+        no editing: for that, use `fill` alone.)
       max_post_steps: see above; 16 in every published sampler.
 
     Sources: LLaDA2.1's report, equations 1 to 3; diffusers' BlockRefinementScheduler and LLaDA2Pipeline.
@@ -286,8 +286,10 @@ class Editing:
         )
 
     def rewrite(self, *, editable: jax.Array, changed: jax.Array, confidence: jax.Array, post: jax.Array) -> jax.Array:
-        """Which positions bool[B, M] are rewritten: `editable` ones whose prediction `changed`; `post` i32[B] counts the
-        forwards that the block has had without masks."""
+        """Which positions bool[B, M] are rewritten: `editable` ones whose prediction `changed`.
+
+        `post` i32[B] counts the forwards that the block has had without masks.
+        """
         return editable & changed & (confidence > self.threshold) & (post <= self.max_post_steps)[:, None]
 
 
