@@ -1,6 +1,6 @@
 """All kernels beside their floors and peers, in one run: `python -m benchmarks.kernels`.
 
-Writes benchmarks/results/kernels-<device>.json. `--only attention` (or gather, topk) runs and replaces one part.
+Writes benchmarks/results/kernels-<device>.json. `--only attention` (or another of PARTS) runs and replaces one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 
 from benchmarks import common
 
-PARTS = ("attention", "gather", "topk")
+PARTS = ("attention", "gather", "topk", "matmul")
 
 
 def main() -> None:

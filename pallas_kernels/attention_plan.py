@@ -201,7 +201,10 @@ def make_plan(
     kv_tile = config.kv_tile or (128 if entries > 64 or keep_weights else 64)
     row_bytes = head_dim * jnp.dtype(q.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - 64 * warpgroups * row_bytes
-    stages = config.stages or max(2, min(8, room // (2 * kv_tile * row_bytes)))
+
+    def stages_of(kv_tile: int) -> int:
+        return config.stages or max(2, min(8, room // (2 * kv_tile * row_bytes)))
+
     plan = Plan(
         batch=batch,
         queries=queries,
@@ -214,7 +217,7 @@ def make_plan(
         warpgroups=warpgroups,
         query_chunk=query_chunk,
         kv_tile=kv_tile,
-        stages=stages,
+        stages=stages_of(kv_tile),
         splits=1,
         ping_pong=warpgroups == 2 if config.ping_pong is None else config.ping_pong,
         keep_weights=keep_weights,
@@ -222,6 +225,9 @@ def make_plan(
     )
     splits = config.splits or _splits(plan)
     plan = dataclasses.replace(plan, splits=splits)
+    if config.kv_tile is None and not keep_weights and splits > 1 and plan.kv_tiles <= 2 * splits:
+        # Of so few tiles the first is what a program waits for longest: halves of them arrive sooner.
+        plan = dataclasses.replace(plan, kv_tile=64, stages=stages_of(64))
     _check(plan)
     return plan
 

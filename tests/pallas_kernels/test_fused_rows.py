@@ -1,14 +1,10 @@
-"""The kernels between the matmuls: their own code in NumPy, beside the plain form, and lowered for an H100."""
+"""The kernels between the matmuls: their own code in NumPy, beside the plain form."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, fused_rows, fused_rows_kernel, lanes_numpy
-
-needs_mosaic = pytest.mark.skipif(
-    dispatch.jax_version() < dispatch.MIN_JAX, reason="needs JAX 0.11: Mosaic GPU kernels"
-)
+from pallas_kernels import fused_rows, fused_rows_kernel, lanes_numpy
 
 
 def arrays(rng, *shapes, dtype=jnp.bfloat16):
@@ -72,3 +68,17 @@ def test_write_kv_kernel_in_numpy(keep, start):
     wanted = fused_rows.write_kv(k, v, into, implementation="xla")
     for g, w in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+def test_what_does_not_fit_is_refused():
+    x, scale = jnp.zeros((4, 64)), jnp.ones((64,))
+    with pytest.raises(ValueError, match=r"add_norm takes x \[R, E\]"):
+        fused_rows.add_norm(x, jnp.zeros((2, 4, 32)), scale, eps=1e-6)
+    with pytest.raises(ValueError, match="project_heads takes parts"):
+        fused_rows.project_heads(
+            jnp.zeros((1, 4, 100)), None, None, None, (x[:, :8], x[:, :8]), group=2, eps=1e-6, dtype="float32"
+        )
+    cache = jnp.zeros((1, 2, 2, 16, 8))
+    into = fused_rows.Destination(cache, cache, jnp.int32(0), jnp.int32(0), 4)
+    with pytest.raises(ValueError, match="write_kv takes k, v"):
+        fused_rows.write_kv(jnp.zeros((2, 4, 2, 4)), jnp.zeros((2, 4, 2, 4)), into)

@@ -2,13 +2,17 @@
 
 import pytest
 
-from benchmarks import kernels_gather, kernels_topk
+from benchmarks import kernels_gather, kernels_matmul, kernels_topk
 
 
 @pytest.mark.parametrize(
     ("module", "goals"),
-    [(kernels_gather, {"gather/host/h2d_fraction", "gather/device/copy_fraction"}), (kernels_topk, set())],
-    ids=["gather", "topk"],
+    [
+        (kernels_gather, {"gather/host/h2d_fraction", "gather/device/copy_fraction"}),
+        (kernels_topk, set()),
+        (kernels_matmul, set()),
+    ],
+    ids=["gather", "topk", "matmul"],
 )
 def test_quick_rows(module, goals):
     rows = module.rows({"copy_bandwidth": 1e10, "quick": True})

@@ -1,0 +1,77 @@
+"""The skinny matmuls' plain forms, and which of them have a kernel, on any machine."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from pallas_kernels import dispatch
+from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
+
+
+def test_plain_forms():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(5, 12)), rng.normal(size=(12, 2, 7))
+    product = np.einsum("te,ecf->ctf", x, w)
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    np.testing.assert_allclose(stream_matmul(x, w[:, 0]), product[:1], rtol=1e-5, atol=1e-5)
+    gate, up = product
+    np.testing.assert_allclose(gated_matmul(x, w), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-5)
+
+
+def test_mistakes():
+    x = jnp.zeros((4, 64))
+    with pytest.raises(ValueError, match=r"stream_matmul takes x \[T, E\] and w \[E, F\]"):
+        stream_matmul(x, jnp.zeros((32, 8)))
+    with pytest.raises(ValueError, match=r"gated_matmul takes x \[T, E\] and w \[E, 2, F\]"):
+        gated_matmul(x, jnp.zeros((64, 3, 8)))
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        stream_matmul(x, jnp.zeros((64, 8)), implementation="triton")
+
+
+OF = jax.ShapeDtypeStruct
+HALF = jnp.bfloat16
+REFUSALS = {
+    "dtype": (OF((8, 64), jnp.float32), OF((64, 128), jnp.float32), "takes bfloat16 or float16"),
+    "mixed": (OF((8, 64), HALF), OF((64, 128), jnp.float16), "arrays of one dtype"),
+    "tokens": (OF((12, 64), HALF), OF((64, 128), HALF), "a multiple of 8 tokens up to 128, not 12"),
+    "many": (OF((136, 64), HALF), OF((64, 128), HALF), "not 136"),
+    "depth": (OF((8, 32), HALF), OF((32, 128), HALF), "tiles of 64 rows"),
+    "columns": (OF((8, 64), HALF), OF((64, 192), HALF), "128 columns"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_has_no_kernel(case):
+    x, w, sentence = REFUSALS[case]
+    why = dispatch.stream_matmul_missing(x, w)
+    assert why is not None
+    assert sentence in why
+    with pytest.raises(NotImplementedError):
+        jax.eval_shape(functools.partial(stream_matmul, implementation="mosaic_gpu"), x, w)
+
+
+def lower_for_h100(f, *arguments):
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(dispatch.jax_version() < dispatch.MIN_JAX, reason="needs JAX 0.11: Mosaic GPU kernels")
+@pytest.mark.parametrize("tokens", [32, 72])
+def test_lowers_for_an_h100(tokens):
+    """With the tiles of real layers; by default the kernel, whose partial sums the plain form leaves as many of."""
+
+    def both(x, w, gates):
+        return stream_matmul(x, w), gated_matmul(x, gates)
+
+    shapes = OF((tokens, 4096), HALF), OF((4096, 6144), HALF), OF((4096, 2, 12288), HALF)
+    text = lower_for_h100(both, *shapes)
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 2
+    splits = {32: 5, 72: 2}[tokens]
+    assert f"tensor<{splits}x{tokens}x6144xbf16>" in text
