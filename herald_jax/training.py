@@ -131,8 +131,8 @@ def init_state(trained: Any, optimizer: Optimizer, mesh: Mesh | None = None) -> 
     """The state before the first step. `trained` is copied: the state may be donated."""
     trained = jax.tree.map(lambda x: jnp.array(x, copy=True), trained)
     state = TrainState(jnp.zeros((), jnp.int32), trained, jax.jit(optimizer.transform().init)(trained))
-    if mesh is None:
-        return state
+    if mesh is None:  # named, or a restored state, which has a place, would be compiled for anew
+        return jax.device_put(state, sharding.one_device())
     everywhere = NamedSharding(mesh, P())
     placed = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), (state.step, state.optimizer))
     return TrainState(placed[0], trained, placed[1])
@@ -158,13 +158,11 @@ def make_step(loss: Loss, optimizer: Optimizer) -> Callable[[TrainState, Any, An
     `loss(trained, batch)` returns the scalar and a dict of further figures; `metrics` is that dict with "loss" and
     "grad_norm".
     """
-    import optax
-
     transform = optimizer.transform()
 
     def step(state: TrainState, batch: Any, rate: Any) -> tuple[TrainState, Any]:
         (value, figures), grads = jax.value_and_grad(loss, has_aux=True)(state.trained, batch)
-        norm = optax.global_norm(grads)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
         updates, moments = transform.update(grads, state.optimizer, state.trained)
         # A step whose gradient is not finite changes nothing but the count.
         fine = jnp.isfinite(norm)

@@ -47,7 +47,7 @@ def test_top_level_is_fixed() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {line.split("/")[0] for line in tracked.splitlines()}
     expected = {*PACKAGES, "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert top <= expected | {".ci", ".gitignore", "Makefile"}
+    assert top <= expected | {".ci", ".gitignore", "Makefile", "examples"}
     assert expected <= top
 
 

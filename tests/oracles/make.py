@@ -1,10 +1,11 @@
-"""Record the oracle values of `tests/oracles`: `python -m tests.oracles.make [checkpoints|logits|decodes|smollm2 ...]`.
+"""Record the oracle values of `tests/oracles`: `python -m tests.oracles.make [checkpoints|logits|decodes|training|smollm2 ...]`.
 
 Writes, under tests/oracles/data (everything, unless parts are named):
 
 * `<checkpoint>/`        the tiny checkpoints of `zoo`, as Hugging Face directories
 * `logits.npz`           `<checkpoint>/<block length>`: f32[N, V] of one pass; block length 1 is a plain causal pass
 * `decodes.json`         `cases.CASES` and the greedy continuations of the causal LMs, with the decisions' margins
+* `training.npz`         see `training`
 * `smollm2.json`, `smollm2_logits.npz`   see `smollm2`
 
 Needs torch and transformers (the `oracle` extra). `test_live.py` computes the same values again and compares.
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tests.oracles import cases, smollm2, zoo
+from tests.oracles import cases, smollm2, training, zoo
 from tests.oracles.samplers import Decode, Margins, fast_dllm_v2, full_logits, sdar
 
 ATTEMPTS = 400
@@ -142,7 +143,7 @@ def main(parts: list[str]) -> None:
     """Record the named parts, or all."""
     torch.set_num_threads(1)
     zoo.DATA.mkdir(exist_ok=True)
-    known = ("checkpoints", "logits", "decodes", "smollm2")
+    known = ("checkpoints", "logits", "decodes", "training", "smollm2")
     if unknown := set(parts) - set(known):
         raise SystemExit(f"unknown part {sorted(unknown)}: choose from {', '.join(known)}")
     chosen = parts or list(known)
@@ -153,6 +154,8 @@ def main(parts: list[str]) -> None:
         np.savez_compressed(zoo.DATA / "logits.npz", **record_logits())
     if "decodes" in chosen:
         dump(record_decodes(), zoo.DATA / "decodes.json")
+    if "training" in chosen:
+        np.savez_compressed(zoo.DATA / "training.npz", **training.record())
     if "smollm2" in chosen:
         values, logits = smollm2.record()
         dump(values, zoo.DATA / "smollm2.json")

@@ -75,6 +75,16 @@ def test_logits() -> None:
         np.testing.assert_allclose(recorded[key], value, rtol=0, atol=2e-5, err_msg=key)
 
 
+def test_training_loss() -> None:
+    """turbo-dllm's noise and labels over transformers' logits."""
+    from tests.oracles import training
+
+    recorded, live = np.load(DATA / "training.npz"), training.record()
+    assert set(recorded.files) == live.keys()
+    for key, value in live.items():
+        np.testing.assert_allclose(recorded[key], value, rtol=1e-5, atol=0, err_msg=key)
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_decode(case: cases.Case) -> None:
     """Tokens and number of passes of every row, decided as clearly as when they were landed."""
