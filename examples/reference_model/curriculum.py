@@ -73,8 +73,12 @@ class Programs:
         self._step, self._example = step, example
         self._ready: dict[rows.Shape, Any] = {}
         self._compile(shapes[0])
-        self._rest = threading.Thread(target=lambda: [self._compile(shape) for shape in shapes[1:]], daemon=True)
+        self._rest = threading.Thread(target=self._compile_all, args=(shapes[1:],), daemon=True)
         self._rest.start()
+
+    def _compile_all(self, shapes: tuple[rows.Shape, ...]) -> None:
+        for shape in shapes:
+            self._compile(shape)
 
     def _compile(self, shape: rows.Shape) -> None:
         started = time.perf_counter()

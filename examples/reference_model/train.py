@@ -152,8 +152,8 @@ def pick_attention(config: ModelConfig) -> str | None:
 
         try:
             found = jax.block_until_ready(gradient(q))
-        except (RuntimeError, ValueError) as error:  # cuDNN missing, too old, or unwilling
-            print(f"attention {name}: {str(error).splitlines()[0][:120]}", flush=True)
+        except (RuntimeError, ValueError) as refused:  # cuDNN missing, too old, or unwilling
+            print(f"attention {name}: {str(refused)[:200]}", flush=True)
             continue
         started = time.perf_counter()
         for _ in range(10):
