@@ -1,7 +1,7 @@
 """herald_jax: block diffusion language models in JAX, with MAGE and HERALD sparse attention over long contexts."""
 
-from herald_jax.config import DiffusionContract, GenerateConfig, ModelConfig, RopeConfig
-from herald_jax.denoise import EntropyBound, Sequential, StaticLowConfidence, Threshold
+from herald_jax.config import DiffusionContract, GenerateConfig, ModelConfig, MoEConfig, RopeConfig
+from herald_jax.denoise import Editing, EntropyBound, Sequential, StaticLowConfidence, Threshold
 from herald_jax.errors import CheckpointError, ConfigError, ConversionError, GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, GenerateResult, generate, stream
 from herald_jax.loading import Model, load
@@ -18,6 +18,7 @@ __all__ = [
     "ConversionError",
     "Dense",
     "DiffusionContract",
+    "Editing",
     "EntropyBound",
     "GenerateConfig",
     "GenerateResult",
@@ -25,6 +26,7 @@ __all__ = [
     "Herald",
     "HeraldError",
     "Mage",
+    "MoEConfig",
     "Model",
     "ModelConfig",
     "OffloadStats",

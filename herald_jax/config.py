@@ -259,10 +259,6 @@ class ModelConfig:
             rotary_dim is None or (rotary_dim % 2 == 0 and 0 < rotary_dim <= self.head_dim),
             f"rotary_dim is {rotary_dim!r}, but must be even and at most head_dim {self.head_dim}",
         )
-        _require(
-            self.moe is None or self.moe.first_dense_layers < self.num_layers,
-            f"first_k_dense_replace leaves no expert layer: num_hidden_layers is {self.num_layers}",
-        )
         _require(self.rms_norm_eps > 0, f"rms_norm_eps is {self.rms_norm_eps!r}, but must be positive")
         _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
         ids = {"mask_token_id": self.diffusion.mask_token_id, "pad_token_id": self.diffusion.pad_token_id}

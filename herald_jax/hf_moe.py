@@ -45,7 +45,12 @@ def _llada2(config: Mapping[str, Any]) -> MoEConfig:
             f"expert_capacity is {config['expert_capacity']}: this is LLaDA2.2, which deletes and splits positions "
             "while it writes (its DELETE and SPLIT tokens), and that is not supported; LLaDA2.0 and 2.1 are"
         )
-    width = _integer(config, "moe_intermediate_size")
+    width, dense = _integer(config, "moe_intermediate_size"), _integer(config, "first_k_dense_replace", least=0)
+    if dense >= config.get("num_hidden_layers", dense + 1):
+        raise ConfigError(
+            f"first_k_dense_replace {dense} leaves no layer with experts: num_hidden_layers is "
+            f"{config['num_hidden_layers']}"
+        )
     return MoEConfig(
         num_experts=_integer(config, "num_experts"),
         experts_per_token=_integer(config, "num_experts_per_tok"),
@@ -58,7 +63,7 @@ def _llada2(config: Mapping[str, Any]) -> MoEConfig:
         num_groups=_integer(config, "n_group"),
         groups_per_token=_integer(config, "topk_group"),
         shared_size=width * _integer(config, "num_shared_experts", least=0),
-        first_dense_layers=_integer(config, "first_k_dense_replace", least=0),
+        first_dense_layers=dense,
     )
 
 

@@ -169,7 +169,7 @@ GUESS = "add it to config.json, the value is not guessed"
         (
             LLADA2_MINI,
             {"first_k_dense_replace": 20},
-            "first_k_dense_replace leaves no expert layer: num_hidden_layers is 20",
+            "first_k_dense_replace 20 leaves no layer with experts: num_hidden_layers is 20",
         ),
         (
             LLADA2_MINI,

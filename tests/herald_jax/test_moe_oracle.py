@@ -20,8 +20,10 @@ from herald_jax import GenerateConfig
 from herald_jax.config import MoEConfig
 from herald_jax.denoise import Editing, Threshold
 from herald_jax.moe import route
+from tests.herald_jax.tiny import quick_compilation  # noqa: F401
 from tests.oracles.moe_cases import BLOCK, CASES, DATA, MASK, Case, logits_ids
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ATOL = 2e-4
 DECODES = json.loads((DATA / "decodes.json").read_text())
 
@@ -105,3 +107,38 @@ def test_the_cases_decide_something() -> None:
     assert 0 in cut_off
     assert max(cut_off) > 0
     assert not any(MASK in row["tokens"] for case in CASES for row in DECODES[case.name]["rows"])
+
+
+@pytest.mark.parametrize(
+    ("plan", "case"),
+    [(herald_jax.Mage(1.0), "editing-0.9"), (herald_jax.Herald(1.0), "editing-0.9")],
+    ids=["mage", "herald"],
+)
+def test_a_budget_of_everything_is_dense(
+    plan: herald_jax.Mage | herald_jax.Herald, case: str, checkpoints: functools.partial[herald_jax.Model]
+) -> None:
+    rows = DECODES[case]["rows"]
+    asked = request(next(c for c in CASES if c.name == case))
+    result = herald_jax.generate(checkpoints("llada2"), [row["prompt"] for row in rows], asked, plan)
+    assert result.tokens == [row["tokens"] for row in rows]
+    assert result.stats.edited_tokens == sum(row["edited"] for row in rows)
+
+
+def test_on_a_mesh(checkpoints: functools.partial[herald_jax.Model]) -> None:
+    """Experts' widths over "model", rows over "data": every device has a part of every expert."""
+    one = checkpoints("llada2")
+    mesh = herald_jax.make_mesh(model=2, data=2)
+    model = herald_jax.Model.from_params(one.config, one.params, mesh=mesh)
+    parts = {s.data.shape for s in model.params["layers"]["2"]["mlp"]["experts"]["gate_up"].addressable_shards}
+    assert parts == {(16, 32, 2, 6)}
+    rows = DECODES["editing-stop"]["rows"]
+    result = herald_jax.generate(model, [row["prompt"] for row in rows], request(CASES[-1]))
+    assert result.tokens == [row["tokens"] for row in rows]
+
+
+def test_chat_template_comes_with_the_tokenizer(checkpoints: functools.partial[herald_jax.Model]) -> None:
+    text = checkpoints("llada2").tokenizer.chat([{"role": "user", "content": "Why?"}])
+    tags = (
+        "<role>SYSTEM</role>detailed thinking off<|role_end|><role>HUMAN</role>Why?<|role_end|><role>ASSISTANT</role>"
+    )
+    assert text == tags
