@@ -228,19 +228,18 @@ def common_words(make: Maker) -> Story:
 
     They make up 14, 11 and 8 percent of the list, any other word a few tenths of that.
     """
-    words = make.rng.sample(NOUNS, 3 + min(len(NOUNS) - 3, max(6, make.budget // 8)))
-    common, others = words[:3], words[3:]
     intro = "Here is a list of words:"
     count = max(12, int((make.budget - make.cost(intro)) / max(make.cost("window lantern") / 2, 1)))
-    listed = [
-        w for w, share in zip(common, (0.14, 0.11, 0.08), strict=True) for _ in range(max(2, round(share * count)))
-    ]
-    counts = [listed.count(w) for w in common]
+    times = [max(2, round(share * count)) for share in (0.14, 0.11, 0.08)]
     for i in (1, 0):  # in a short list, too, each is more common than the next
-        more = max(0, counts[i + 1] + 1 - counts[i])
-        listed += [common[i]] * more
-        counts[i] += more
-    listed += [others[i % len(others)] for i in range(max(0, count - len(listed)))]
+        times[i] = max(times[i], times[i + 1] + 1)
+    rest = max(0, count - sum(times))
+    # So many other words that none is more than half as common as the third.
+    other = min(len(NOUNS) - 3, max(make.budget // 8, -(-rest // (times[2] // 2)), 1))
+    words = make.rng.sample(NOUNS, 3 + other)
+    common, others = words[:3], words[3:]
+    listed = [word for word, n in zip(common, times, strict=True) for _ in range(n)]
+    listed += [others[i % other] for i in range(rest)]
     make.rng.shuffle(listed)
     question = Question("What are the three most common words in the list?", tuple(common))
     return Story([intro, " ".join(listed) + "."], [question])

@@ -1,0 +1,362 @@
+"""`herald-eval`: how much of a model's accuracy a plan keeps, on synthetic tasks or on LongBench-format files.
+
+Every answer is written to `OUTPUT/answers.jsonl` as it comes, so that an interrupted run goes on where it stopped;
+`results.json`, `results.md` and, with a sweep of budgets, `curve.png` are made from it at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from herald_jax import cli_arguments, eval_report, metrics, replay, tasks
+from herald_jax.config import DTYPES, GenerateConfig
+from herald_jax.errors import GenerationError, HeraldError
+from herald_jax.generate import check_request, generate
+from herald_jax.loading import Model, load
+from herald_jax.plans import Dense, Plan
+from herald_jax.sharding import make_mesh
+
+_COUNTS = ("denoise_steps", "blocks", "sparse_blocks", "recall_sum", "mass_sum", "measured", "new_tokens")
+_PLAIN_TEMPLATE = "{context}\n\nQuestion: {input}\nAnswer:"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSample:
+    """One prompt, ready to run. `expected` are references, scored by `metric`."""
+
+    index: int
+    ids: list[int]
+    expected: tuple[str, ...]
+    metric: str
+    classes: tuple[str, ...] = ()
+    dataset: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSet:
+    """Samples reported together, and the group that sets are averaged in."""
+
+    name: str
+    group: str
+    samples: list[EvalSample]
+
+
+def task_set(
+    model: Model, task: str, length: int, count: int, *, seed: int, haystack: tasks.Haystack | None, chat: bool
+) -> EvalSet:
+    """`count` samples of one task at one length. Raises GenerationError as `tasks.make_sample` does."""
+    tokenizer = model.tokenizer
+
+    def tokens(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    made = []
+    for index in range(count):
+        sample = tasks.make_sample(task, length, index, seed=seed, count=tokens, haystack=haystack)
+        ids = _encode(model, sample.prompt, chat)
+        made.append(EvalSample(index, ids, sample.answers, sample.metric))
+    return EvalSet(f"{task}/{length}", str(length), made)
+
+
+def _encode(model: Model, prompt: str, chat: bool) -> list[int]:
+    if chat:
+        return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return model.tokenizer.encode(prompt)
+
+
+def longbench_sets(
+    path: Path, model: Model, *, metric: str | None, template: str, room: int, limit: int | None, chat: bool
+) -> list[EvalSet]:
+    """The data sets of a LongBench-format file: JSON lines with input, context, answers and, usually, dataset.
+
+    A prompt longer than the model's context less `room` is cut in its middle, as LongBench does.
+    Raises GenerationError for lines that are not of that form, and for data sets without a metric.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    found: dict[str, list[EvalSample]] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise GenerationError(f"{where} is not JSON: {error}") from error
+        if not isinstance(record, dict) or not {"input", "context", "answers"} <= record.keys():
+            raise GenerationError(f'{where} is not an object with "input", "context" and "answers"')
+        answers = record["answers"]
+        if not isinstance(answers, list) or not answers:
+            raise GenerationError(f'{where} has no list of expected texts as its "answers"')
+        dataset = str(record.get("dataset") or path.stem)
+        chosen = found.setdefault(dataset, [])
+        if limit is not None and len(chosen) >= limit:
+            continue
+        try:
+            prompt = template.format(context=record["context"], input=record["input"])
+        except (KeyError, IndexError, ValueError) as error:
+            raise GenerationError(f"the template is wrong ({error}); it may name {{context}} and {{input}}") from error
+        ids = _encode(model, prompt, chat)
+        most = model.config.max_position_embeddings - room
+        if len(ids) > most:
+            ids = ids[: most // 2] + ids[-(most - most // 2) :]
+        classes = tuple(record.get("all_classes") or ())
+        kind = metric or metrics.longbench_metric(dataset)
+        chosen.append(EvalSample(len(chosen), ids, tuple(map(str, answers)), kind, classes, dataset))
+    if not found:
+        raise GenerationError(f"{path} holds no sample")
+    return [EvalSet(name, "LongBench", samples) for name, samples in found.items()]
+
+
+class Journal:
+    """`answers.jsonl`: the settings, then a record for every answer and every batch's counts.
+
+    Raises GenerationError when the file was written under other settings.
+    """
+
+    def __init__(self, directory: Path, settings: dict[str, Any]):
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "answers.jsonl"
+        self.answers: list[dict[str, Any]] = []
+        self.batches: list[dict[str, Any]] = []
+        whole = b""
+        if path.is_file():
+            # A line cut short by an interruption is not an answer.
+            whole = path.read_bytes()
+            whole = whole[: whole.rfind(b"\n") + 1]
+            lines = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+            if lines:
+                differing = sorted(k for k in settings.keys() | lines[0].keys() if settings.get(k) != lines[0].get(k))
+                if differing:
+                    raise GenerationError(
+                        f"{path} was written with another {', '.join(differing)}; give another --output, or remove it"
+                    )
+            for record in lines[1:]:
+                (self.answers if "index" in record else self.batches).append(record)
+        self._file = path.open("wb")
+        self._file.write(whole)
+        if not whole:
+            self.add(settings)
+        self._file.flush()
+        self.done = {(r["plan"], r["set"], r["index"]) for r in self.answers if "agreement" not in r}
+        self.replayed = {(r["plan"], r["set"], r["index"]) for r in self.answers if "agreement" in r}
+
+    def add(self, *records: dict[str, Any]) -> None:
+        """Append records, all or (if the process dies) none."""
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._file.write(text.encode("utf-8"))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def run(
+    model: Model,
+    plans: Sequence[Plan],
+    sets: Sequence[EvalSet],
+    config: GenerateConfig,
+    directory: Path,
+    *,
+    settings: dict[str, Any],
+    batch_size: int = 8,
+    replays: int = 0,
+) -> dict[str, Any]:
+    """Run what is missing, write the results, and return them (`eval_report.summarise`).
+
+    `replays`: of each set, so many samples are also replayed with the dense plan's tokens forced.
+    """
+    for plan in plans:
+        for each in sets:
+            check_request(model.config, config, plan, [sample.ids for sample in each.samples])
+    journal = Journal(directory, settings)
+    total = len(plans) * sum(len(each.samples) for each in sets)
+    try:
+        with tqdm(total=total, initial=len(journal.done), unit="answer", file=sys.stderr) as bar:
+            for plan in plans:
+                label = eval_report.describe(plan)
+                for each in sets:
+                    bar.set_postfix_str(f"{label}, {each.name}")
+                    for batch in _batches(each, batch_size, lambda i, n=each.name, p=label: (p, n, i) in journal.done):
+                        records, counts = _answer(model, plan, each, batch, config)
+                        both = {"plan": label, "set": each.name}
+                        journal.add(*({**both, **r} for r in [*records, counts]))
+                        journal.answers += [{**both, **r} for r in records]
+                        journal.batches.append({**both, **counts})
+                        bar.update(len(records))
+        if replays:
+            _replay_all(model, plans, sets, config, journal, replays)
+    finally:
+        journal.close()
+    summary = eval_report.summarise(plans, {s.name: s.group for s in sets}, journal.answers, journal.batches)
+    eval_report.write(directory, summary, settings)
+    return summary
+
+
+def _batches(each: EvalSet, size: int, done: Any) -> Iterator[list[EvalSample]]:
+    """Missing samples, `size` at a time; always whole batches of the same samples, so that shapes repeat."""
+    for start in range(0, len(each.samples), size):
+        batch = each.samples[start : start + size]
+        if not all(done(sample.index) for sample in batch):
+            yield batch
+
+
+def _answer(
+    model: Model, plan: Plan, each: EvalSet, batch: list[EvalSample], config: GenerateConfig
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    result = generate(model, [sample.ids for sample in batch], config, plan)
+    assert result.texts is not None  # an evaluation has a tokenizer
+    records = []
+    for sample, text, tokens in zip(batch, result.texts, result.tokens, strict=True):
+        value = metrics.score(sample.metric, text, sample.expected, classes=sample.classes, dataset=sample.dataset)
+        records.append({"index": sample.index, "score": value, "answer": text, "tokens": len(tokens)})
+    return records, {name: getattr(result.stats, name) for name in _COUNTS}
+
+
+def _replay_all(
+    model: Model, plans: Sequence[Plan], sets: Sequence[EvalSet], config: GenerateConfig, journal: Journal, count: int
+) -> None:
+    work = [(each, sample) for each in sets for sample in each.samples[:count]]
+    with tqdm(total=len(work), unit="replay", file=sys.stderr) as bar:
+        for each, sample in work:
+            sparse = [plan for plan in plans if not isinstance(plan, Dense)]
+            left = [p for p in sparse if (eval_report.describe(p), each.name, sample.index) not in journal.replayed]
+            if left:
+                trajectory = replay.record(model, sample.ids, config)
+                for plan in left:
+                    found = {"plan": eval_report.describe(plan), "set": each.name, "index": sample.index}
+                    found["agreement"] = replay.replay(model, trajectory, plan)
+                    journal.add(found)
+                    journal.answers.append(found)
+            bar.update()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli_arguments.CommandParser(prog="herald-eval", description="Measure the accuracy that a plan keeps.")
+    parser.add_argument("checkpoint", help="directory written by herald-convert")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where results go; an unfinished run goes on")
+    group = parser.add_argument_group("what is asked")
+    group.add_argument("--tasks", metavar="T,T", help=f"all (the default), or some of {', '.join(tasks.TASKS)}")
+    group.add_argument("--lengths", default="1024", metavar="N,N", help="tokens of a prompt (default %(default)s)")
+    group.add_argument("--samples", type=int, metavar="N", help="of each set (default: 20 of a task, all of a file)")
+    group.add_argument("--task-seed", type=int, default=0, metavar="N", help="other samples (default %(default)s)")
+    group.add_argument("--haystack", metavar="F", help="text to hide the tasks in (default: the package's own)")
+    group.add_argument("--data", action="append", metavar="F", help="instead: a LongBench-format .jsonl; repeatable")
+    group.add_argument("--metric", choices=metrics.METRICS, help="of --data (default: LongBench's for its data set)")
+    group.add_argument("--template", metavar="F", help="prompt of --data, naming {context} and {input}")
+    group.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, help="apply the chat template (default: if any)"
+    )
+    cli_arguments.add_decoding(parser)
+    cli_arguments.add_plan(parser)
+    group = parser.add_argument_group("comparing")
+    group.add_argument("--budgets", metavar="B,B", help="the plan at each of these budgets; also draws curve.png")
+    group.add_argument(
+        "--replay", type=int, default=0, metavar="N", help="samples of each set to replay with forced tokens"
+    )
+    group = parser.add_argument_group("running")
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+    parser.set_defaults(max_new_tokens=tasks.ANSWER_TOKENS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status and never raises for what a user can cause."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    except HeraldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {where}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "error: the device ran out of memory; lower --batch-size, or spread the model (--devices)", file=sys.stderr
+        )
+        return 2
+    return 0
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise GenerationError(f"{flag} is {text!r}, but numbers separated by commas were expected") from None
+
+
+def _run(args: argparse.Namespace) -> None:
+    config, plan = cli_arguments.build_request(args)
+    plans: list[Plan] = [plan] if isinstance(plan, Dense) else [Dense(), plan]
+    if args.budgets is not None:
+        if isinstance(plan, Dense):
+            raise GenerationError("--budgets goes with a plan that has a budget; give --plan mage, for instance")
+        try:
+            budgets = [cli_arguments.count_or_fraction(part) for part in args.budgets.split(",")]
+        except argparse.ArgumentTypeError as error:
+            raise GenerationError(f"--budgets: {error}") from None
+        plans = [Dense(), *(dataclasses.replace(plan, budget=budget) for budget in budgets)]
+    for name in ("batch_size", "devices"):
+        if getattr(args, name) < 1:
+            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+    if args.samples is not None and args.samples < 1:
+        raise GenerationError(f"--samples is {args.samples}, but must be at least 1")
+    if args.data and args.tasks:
+        raise GenerationError("give --tasks or --data, not both; each has its own results")
+    model = load(args.checkpoint, dtype=args.dtype, mesh=make_mesh(model=args.devices) if args.devices > 1 else None)
+    chat = model.tokenizer.chat_template is not None if args.chat is None else args.chat
+    sets: list[EvalSet] = []
+    if args.data:
+        template = Path(args.template).read_text(encoding="utf-8") if args.template else _PLAIN_TEMPLATE
+        for path in args.data:
+            sets += longbench_sets(
+                Path(path), model, metric=args.metric, template=template, room=config.max_new_tokens,
+                limit=args.samples, chat=chat,
+            )  # fmt: skip
+    else:
+        names = list(tasks.TASKS) if args.tasks in (None, "all") else args.tasks.split(",")
+        haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8")) if args.haystack else None
+        for length in _numbers("--lengths", args.lengths):
+            sets += [
+                task_set(model, t, length, args.samples or 20, seed=args.task_seed, haystack=haystack, chat=chat)
+                for t in names
+            ]
+    ignored = {"output", "batch_size", "devices", "samples", "replay"}
+    settings = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
+    summary = run(
+        model,
+        plans,
+        sets,
+        config,
+        Path(args.output),
+        settings=settings,
+        batch_size=args.batch_size,
+        replays=args.replay,
+    )
+    if args.budgets is not None:
+        eval_report.curve(summary, Path(args.output) / "curve.png")
+    print(eval_report.markdown(summary, settings), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
