@@ -27,7 +27,7 @@ from herald_jax.generate import BlockEvent, check_request, stream
 from herald_jax.loading import Model, load
 from herald_jax.plans import Plan
 from herald_jax.sharding import make_mesh
-from herald_jax.stats import Stats
+from herald_jax.stats import OffloadStats, Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +187,16 @@ def _generate(
 
 def _sum(parts: list[Stats]) -> Stats:
     """Counts and times add up; the KV cache of one batch is gone before the next."""
-    fields = {f.name: sum(getattr(part, f.name) for part in parts) for f in dataclasses.fields(Stats)}
-    return Stats(**fields | {"kv_bytes": max(part.kv_bytes for part in parts)})
+    names = [f.name for f in dataclasses.fields(Stats) if f.name != "offload"]
+    fields: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    fields["kv_bytes"] = max(part.kv_bytes for part in parts)
+    if offloads := [part.offload for part in parts if part.offload is not None]:
+        names = [f.name for f in dataclasses.fields(OffloadStats) if f.name != "selector"]
+        counts = {name: [getattr(offload, name) for offload in offloads] for name in names}
+        held = ("host_bytes", "pool_bytes", "dense_bytes", "index_bytes")
+        merged = {name: max(values) if name in held else sum(values) for name, values in counts.items()}
+        fields["offload"] = OffloadStats(selector=offloads[-1].selector, **merged)
+    return Stats(**fields)
 
 
 class _Writer:

@@ -110,6 +110,19 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         help=f"summed entropy of a step (default {denoise.EntropyBound().bound})",
     )
     group.add_argument(
+        "--editing-threshold",
+        type=float,
+        metavar="P",
+        help="LLaDA2.1's token editing: confidence that rewrites a token of the block; 0 rewrites whatever disagrees "
+        "(default: no editing)",
+    )
+    group.add_argument(
+        "--max-post-steps",
+        type=int,
+        metavar="N",
+        help=f"editing: most steps after a block's last mask (default {denoise.Editing().max_post_steps})",
+    )
+    group.add_argument(
         "--temperature", type=float, default=defaults.temperature, metavar="T", help="0, the default, is greedy"
     )
     group.add_argument("--top-k", type=int, default=defaults.top_k, metavar="K", help="0, the default, is off")
@@ -123,7 +136,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
     group.add_argument(
-        "--budget", type=_count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
+        "--budget", type=count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
     )
     group.add_argument("--min-budget", type=int, metavar="N", help="mage: at least so many entries")
     group.add_argument("--query", metavar="Q", help="mage: whose attention selects: all, center, first or last")
@@ -138,7 +151,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _count_or_fraction(text: str) -> int | float:
+def count_or_fraction(text: str) -> int | float:
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
@@ -162,7 +175,7 @@ def build_request(args: argparse.Namespace) -> tuple[GenerateConfig, Plan]:
     """What to generate, and how. Raises GenerationError for values and combinations that make no sense."""
     config = GenerateConfig(
         max_new_tokens=args.max_new_tokens,
-        policy=_build("policy", POLICIES, args),
+        policy=_build_policy(args),
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -170,6 +183,16 @@ def build_request(args: argparse.Namespace) -> tuple[GenerateConfig, Plan]:
         block_cache=args.block_cache,
     )
     return config, build_plan(args)
+
+
+def _build_policy(args: argparse.Namespace) -> denoise.Policy:
+    fill = _build("policy", POLICIES, args)
+    if args.editing_threshold is None:
+        if args.max_post_steps is not None:
+            raise GenerationError("--max-post-steps belongs to token editing: give --editing-threshold too")
+        return fill
+    more = {} if args.max_post_steps is None else {"max_post_steps": args.max_post_steps}
+    return denoise.Editing(fill, args.editing_threshold, **more)
 
 
 def build_plan(args: argparse.Namespace) -> Plan:

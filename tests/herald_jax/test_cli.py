@@ -142,6 +142,10 @@ def test_system_message(checkpoint, model, capsys, prompt_file) -> None:
         (["--policy", "threshold", "--threshold", "0.5", "--steps", "2"], herald_jax.Threshold(0.5, 2)),
         (["--policy", "entropy-bound", "--entropy-bound", "9"], herald_jax.EntropyBound(9.0)),
         (["--policy", "sequential"], herald_jax.Sequential()),
+        (
+            ["--threshold", "0.5", "--editing-threshold", "0.3", "--max-post-steps", "2"],
+            herald_jax.Editing(herald_jax.Threshold(0.5), 0.3, 2),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -259,6 +263,7 @@ WRONG = {
     "tokens": (["x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
     "not_a_number": (["x", "--steps", "two"], "invalid int value: 'two'"),
     "steps": (["x", "--steps", "-2"], "steps is -2"),
+    "post_steps_alone": (["x", "--max-post-steps", "1"], "give --editing-threshold too"),
     "other_policys_flag": (["x", "--entropy-bound", "1"], "--entropy-bound belongs to --policy entropy-bound"),
     "other_plans_flag": (["x", "--budget", "64"], "--budget belongs to --plan mage, but the plan is dense"),
     "budget": (["x", "--plan", "mage", "--budget", "1.5"], "budget is 1.5"),
