@@ -1,4 +1,4 @@
-"""The metrics: RULER's by their definition, LongBench's against values from the packages it calls, or worked by hand."""
+"""The metrics: RULER's by their definition, LongBench's against values of the packages it calls, or worked by hand."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_training_documents(task: str) -> None:
         ends = [i for i, word in enumerate(text) if word == "Answer" and text[i + 1] == ":"]
         assert ends
         for at in ends:
-            answer = [k for k in document.kind[at + 2 :]]
+            answer = document.kind[at + 2 :]
             until = answer.index(2)
             assert set(answer[:until]) == {1}
             assert text[at + 1 + until] == "."

@@ -1,0 +1,171 @@
+"""`herald-eval`: what it writes, that it resumes, and that what must agree agrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import herald_jax
+from herald_jax import eval_report, evaluate, replay
+from herald_jax.config import GenerateConfig
+from herald_jax.errors import GenerationError
+from herald_jax.plans import Dense, Mage
+from tests import tiny as checkpoint
+from tests.herald_jax.tiny import quick_compilation
+
+__all__ = ["quick_compilation"]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# A budget of 0.05 of some 500 tokens, and of all of them.
+RUN = [
+    "--no-chat", "--tasks", "single_needle,fact_qa", "--lengths", "500", "--samples", "3", "--plan", "mage",
+    "--min-budget", "1", "--dense-layers", "0", "--budgets", "0.05,1.0", "--max-new-tokens", "12",
+    "--steps", "2", "--measure",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.save(tmp_path_factory.mktemp("eval") / "model", max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    out = tmp_path_factory.mktemp("eval") / "out"
+    assert evaluate.main([str(source), "--output", str(out), *RUN, "--replay", "1"]) == 0
+    return out
+
+
+def test_results(first: Path) -> None:
+    results = json.loads((first / "results.json").read_text())
+    rows = {(row["plan"], row["set"]): row for row in results["rows"]}
+    assert len(rows) == 3 * 2
+    for task in ("single_needle/500", "fact_qa/500"):
+        dense, sparse, everything = (
+            rows[plan, task]
+            for plan in (
+                "dense",
+                "mage budget=0.05 dense_layers=0 min_budget=1",
+                "mage budget=1.0 dense_layers=0 min_budget=1",
+            )
+        )
+        assert dense["samples"] == 3
+        assert dense["recall"] is None
+        # Everything selected is dense: the same answers, the same steps, nothing sparse.
+        assert everything["drop"] == 0
+        assert everything["replay_agreement"] == 1
+        assert everything["steps_per_block"] == dense["steps_per_block"]
+        assert everything["sparse_share"] == 0
+        assert sparse["sparse_share"] == 1
+        assert 0 < sparse["recall"] <= 1
+        assert 0 < sparse["mass_kept"] < 1
+        assert 0.25 <= sparse["replay_agreement"] <= 1
+    text = (first / "results.md").read_text()
+    assert text.count("\n| mage budget=0.05") == 1 + 2
+    assert (first / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert {row["group"] for row in results["means"]} == {"500"}
+
+
+def test_a_run_goes_on_where_it_stopped(
+    source: Path, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (first / "answers.jsonl").read_text().splitlines(keepends=True)
+    cut = tmp_path / "out"
+    cut.mkdir()
+    (cut / "answers.jsonl").write_text("".join(whole[:9]) + whole[9][:20])
+    asked: list[str] = []
+    plain = evaluate._answer
+    monkeypatch.setattr(evaluate, "_answer", lambda *a: asked.append(a[2].name) or plain(*a))
+    arguments = [str(source), "--output", str(cut), *RUN]
+    assert evaluate.main([*arguments, "--replay", "1"]) == 0
+    assert len(asked) == 4  # of six sets, two were there
+    same = [json.loads((out / "results.json").read_text()) for out in (first, cut)]
+    for a, b in zip(same[0]["rows"], same[1]["rows"], strict=True):
+        assert a == b
+    assert evaluate.main([*arguments, "--lengths", "400"]) == 2
+    assert "was written with another lengths" in capsys.readouterr().err
+
+
+def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = herald_jax.load(source)
+    path = tmp_path / "qasper.jsonl"
+    records = [
+        {"input": "Who?", "context": "x" * 3000 + " end", "answers": ["Ada", "Ben"], "dataset": "qasper"},
+        {
+            "input": "Where?",
+            "context": "short",
+            "answers": ["Rome"],
+            "dataset": "trec",
+            "all_classes": ["Rome", "Oslo"],
+        },
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    options = {"metric": None, "room": 64, "limit": None, "chat": False}
+    sets = evaluate.longbench_sets(path, model, template="{context} Q: {input} A:", **options)
+    assert [(s.name, s.samples[0].metric) for s in sets] == [("qasper", "f1"), ("trec", "classification")]
+    cut = sets[0].samples[0]
+    assert len(cut.ids) == 1024 - 64
+    assert model.tokenizer.decode(cut.ids).endswith("x end Q: Who? A:")
+    assert model.tokenizer.decode(cut.ids).startswith("xxx")
+    assert sets[1].samples[0].classes == ("Rome", "Oslo")
+    for text, message in (
+        ("[]", 'not an object with "input"'),
+        ("{", "is not JSON"),
+        ("", "holds no sample"),
+        ('{"input": "", "context": "", "answers": []}', "no list of expected texts"),
+        ('{"input": "", "context": "", "answers": ["a"], "dataset": "other"}', "data set 'other' has no metric"),
+    ):
+        path.write_text(text)
+        with pytest.raises(GenerationError, match=message):
+            evaluate.longbench_sets(path, model, template="{context}{input}", **options)
+    path.write_text(json.dumps(records[0]))
+    with pytest.raises(GenerationError, match="template is wrong"):
+        evaluate.longbench_sets(path, model, template="{question}", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "needle"], "task is 'needle'"),
+        (["--lengths", "1k"], "--lengths is '1k'"),
+        (["--budgets", "0.1"], "--budgets goes with a plan that has a budget"),
+        (["--plan", "mage", "--budgets", "x"], "neither a number of entries nor a fraction"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--tasks", "all", "--data", "x.jsonl"], "not both"),
+        (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
+        (["--no-chat", "--lengths", "2000", "--samples", "1"], "context is 1024 tokens"),
+    ],
+)
+def test_bad_requests(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert evaluate.main([str(source), "--output", str(tmp_path / "out"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_replay_needs_greedy_and_the_block_loop(source: Path) -> None:
+    model = herald_jax.load(source)
+    with pytest.raises(GenerationError, match="needs greedy decoding"):
+        replay.record(model, [1, 2, 3], GenerateConfig(temperature=0.5))
+
+
+def test_intervals() -> None:
+    scores = [0.0, 1.0] * 50
+    low, high = eval_report.interval(scores)
+    assert 0.36 < low < 0.44  # 0.5 -/+ 1.96 * 0.05
+    assert 0.56 < high < 0.64
+    assert eval_report.interval(scores) == (low, high)
+    assert eval_report.interval([1.0, 1.0]) == (1.0, 1.0)
+    mean, low, high = eval_report.mean_of_groups([scores, [1.0] * 100])
+    np.testing.assert_allclose(mean, 0.75)
+    assert 0.68 < low < 0.72
+
+
+def test_descriptions() -> None:
+    assert eval_report.describe(Dense()) == "dense"
+    assert eval_report.describe(Mage(measure=True)) == "mage budget=0.05"
+    assert eval_report.describe(Mage(budget=512, selector="quest")) == "mage budget=512 selector=quest"
