@@ -192,11 +192,13 @@ def step(
     *,
     phase: Phase = "dense",
     waiting: jax.Array | None = None,
+    hidden: jax.Array | None = None,
 ) -> Rows:
     """One forward of the batch, and what follows from it for every row.
 
     `phase` says what the forward attends to: "dense" everything; under MAGE, "select" everything while choosing, and
-    "sparse" what was chosen. Rows flagged in `waiting` (bool[B]) take no part in it.
+    "sparse" what was chosen. Rows flagged in `waiting` (bool[B]) take no part in it. `hidden` `[B, M, E]` is the forward's
+    result where it has been made already, layer by layer.
     """
     contract = options.config.diffusion
     batch, block = rows.canvas.shape
@@ -210,7 +212,7 @@ def step(
     window = jnp.argmax(open_blocks, axis=-1).astype(jnp.int32)  # leftmost small block with a mask
     eligible = ~rows.known & active[:, None] & (index // small == window[:, None])
 
-    prediction, cache = _forward(model, rows, window, active, sampling, options, phase)
+    prediction, cache = _forward(model, rows, window, active, sampling, options, phase, hidden)
     editable = rewrite = jnp.zeros_like(rows.known)
     if isinstance(policy, Editing):
         editable = rows.known & active[:, None] & (rows.length[:, None] + index >= rows.prompt_length[:, None])
@@ -273,6 +275,7 @@ def _forward(
     sampling: Sampling,
     options: LoopOptions,
     phase: Phase,
+    made: jax.Array | None = None,
 ) -> tuple[Prediction, Any]:
     """Predictions `[B, M]` for the canvas and the cache holding its K and V.
 
@@ -307,7 +310,10 @@ def _forward(
                 rows.length, active, None, options.plan, contract, options.mesh, options.implementation
             )
         chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
-        hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
+        if made is None:
+            hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
+        else:
+            hidden = made
         target = jnp.where((at == 0) & shifted, block, at)
         if shifted:
             hidden = jnp.roll(hidden, 1, axis=1)

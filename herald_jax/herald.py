@@ -1,8 +1,9 @@
 """The HERALD pipeline, host side: who works when, from prefill to the last block.
 
 Per block: `denoise` up to the drafting moment, `draft`, and while the worker thread scans the host's keys with the
-draft's queries, more `denoise` segments. When the scores are there, `finish` fills the spare pool beside the block's last
-steps. Then the block's K and V are appended to the host's cache, the pools change places, and the next block begins.
+draft's queries, more `denoise` segments. When the scores are there, `finish` fills the spare pool beside the block's
+last steps. Then the block's K and V are appended to the host's cache, the pools change places, and the next block
+begins.
 
 Programs are dispatched ahead of their results: a segment that finds its block finished ends at once.
 """

@@ -1,9 +1,9 @@
 """The KV cache in host memory: one K and one V array per layer, page-locked where the device is a GPU.
 
-Layout is head-major as on the device, `[1, B, K, N, D]` per layer: a head's entries are contiguous, which the CPU's scan
-needs (20 times faster than token-major), and the kernels gather from it and write into it in place. The arrays come from
-prefill, one layer after the other, and are never all on the device. On a machine without GPU, host and device memory
-are the same kind and the same code runs.
+Layout is head-major as on the device, `[1, B, K, N, D]` per layer: a head's entries are contiguous, which the CPU's
+scan needs (20 times faster than token-major), and the kernels gather from it and write into it in place. The arrays
+come from prefill, one layer after the other, and are never all on the device. On a machine without GPU, host and device
+memory are the same kind and the same code runs.
 
 Slots are freed with the arrays: XLA keeps page-locked regions and gives them to the next request of similar size.
 """
@@ -124,7 +124,7 @@ def check_room(needed: int, *, gpu: bool) -> None:
 
 
 def available() -> int | None:
-    """Bytes of host memory that can still be allocated: the system's, or what the control group leaves. None: unknown."""
+    """Bytes of host memory that can still be had: the system's, or what the control group leaves. None: unknown."""
     found = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

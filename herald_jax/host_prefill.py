@@ -11,6 +11,7 @@ activations, and the pool.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import host_kv, select, sharding
-from herald_jax.cache import CACHE_SPEC, DenseAttend, DeviceKV
+from herald_jax.cache import CACHE_SPEC, DenseAttend, DeviceKV, write
 from herald_jax.config import ModelConfig
 from herald_jax.host_kv import HostKV
 from herald_jax.model import Params, bind, rope_angles
@@ -31,6 +32,7 @@ from herald_jax.pooled import pool_slots
 from pallas_kernels import Importance, block_attention, gather_rows
 
 
+@dataclasses.dataclass(frozen=True)
 class Prefilled:
     """What prefill leaves: the host's cache, the device's dense layers and first pool, and what is in that pool.
 
@@ -40,10 +42,11 @@ class Prefilled:
       last_hidden: `[B, E]`, of each row's last prefilled token.
     """
 
-    def __init__(
-        self, host: HostKV, dense: DeviceKV | None, pool: DeviceKV, indices: jax.Array, last_hidden: jax.Array
-    ):
-        self.host, self.dense, self.pool, self.indices, self.last_hidden = host, dense, pool, indices, last_hidden
+    host: HostKV
+    dense: DeviceKV | None
+    pool: DeviceKV
+    indices: jax.Array
+    last_hidden: jax.Array
 
 
 def prefill(
@@ -81,6 +84,7 @@ def prefill(
     whole = np.zeros((batch, capacity), np.int32)
     whole[:, : tokens.shape[1]] = tokens[:, :capacity]
     index = np.minimum(lengths[:, None] + np.arange(block)[None, :], capacity - 1)
+    assert config.diffusion.mask_token_id is not None  # `check_request` saw to it
     canvas = np.where(known, np.take_along_axis(whole, index, axis=1), config.diffusion.mask_token_id)
     used = max(int(lengths.max(initial=0)), 1)
     hidden = _embed(model.embed.embedding[...], put(whole[:, : -(-used // chunk) * chunk]))
@@ -127,8 +131,6 @@ def prefill(
 
 def _layers_of(config: ModelConfig, layers: int) -> ModelConfig:
     """The same cache shape with another number of layers."""
-    import dataclasses
-
     return dataclasses.replace(config, num_layers=layers)
 
 
@@ -169,8 +171,8 @@ def _one_layer(
     mesh: Mesh | None,
     implementation: str | None,
     exact_only: bool,
-) -> tuple[jax.Array, jax.Array, DeviceKV, jax.Array | None]:
-    """`hidden` `[B, N', E]` and the mask block `ahead` `[B, M, E]` through one layer; its K and V, and the importance."""
+) -> tuple[jax.Array, jax.Array, DeviceKV, jax.Array]:
+    """`hidden` `[B, N', E]` and the mask block `ahead` `[B, M, E]` through one layer. Also its K and V, and importance."""
     layer = nnx.merge(graph, state)
     batch, block = ahead.shape[:2]
     zero = jnp.int32(0)
@@ -206,11 +208,11 @@ class _SelectAttend:
     def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         def local(q: Any, k: Any, v: Any, kv: DeviceKV, start: Any, masked: Any) -> Any:
             t = q.shape[1]
-            attend = DenseAttend(start, (start + t)[:, None], implementation=self.implementation)
             if self.exact_only:
+                attend = DenseAttend(start, (start + t)[:, None], implementation=self.implementation)
                 out, kv = attend(0, q, k, v, kv)
                 return out, kv, jnp.zeros((*kv.k.shape[1:4],), jnp.float32)
-            return self._with_importance(q, attend, k, v, kv, start, masked)
+            return self._with_importance(q, k, v, kv, start, masked)
 
         kv, _ = cache
         if self.mesh is not None:
@@ -223,10 +225,8 @@ class _SelectAttend:
         return out, (kv, importance)
 
     def _with_importance(
-        self, q: jax.Array, attend: DenseAttend, k: Any, v: Any, kv: DeviceKV, start: jax.Array, masked: jax.Array
+        self, q: jax.Array, k: Any, v: Any, kv: DeviceKV, start: jax.Array, masked: jax.Array
     ) -> tuple[jax.Array, DeviceKV, jax.Array]:
-        from herald_jax.cache import write
-
         plan, (b, t, heads, group, d) = self.plan, q.shape
         kv = DeviceKV(write(kv.k, 0, k, start), write(kv.v, 0, v, start))
         how = Importance(plan.reduce, "prefix")
@@ -239,9 +239,11 @@ class _SelectAttend:
             share = jnp.where(masked, 1.0, 0.0) / jnp.maximum(jnp.sum(masked, axis=1, keepdims=True), 1)
             mean = jnp.einsum("bt,bthd->bhd", share, folded.astype(jnp.float32))[:, None].astype(q.dtype)
             scored = run(mean, lengths=start + t, importance=how, prefix_lengths=start)
+            assert scored.importance is not None  # asked for
             return out.reshape(q.shape), kv, scored.importance
         rows = select.query_rows(plan, masked)
         result = run(folded, lengths=start + t, importance=how, importance_rows=rows, prefix_lengths=start)
+        assert result.importance is not None  # asked for
         return result.out.reshape(q.shape), kv, result.importance
 
 
@@ -260,9 +262,7 @@ def _fill(
 ) -> tuple[DeviceKV, jax.Array]:
     """One layer's selection into layer `layer` of the pool."""
 
-    def local(
-        pool: DeviceKV, indices: jax.Array, kv: DeviceKV, importance: jax.Array, lengths: jax.Array, layer: Any
-    ) -> Any:
+    def local(pool: Any, indices: jax.Array, kv: Any, importance: jax.Array, lengths: jax.Array, layer: Any) -> Any:
         counts = select.budget_of(plan, lengths)
         chosen = select.pick(plan, importance, counts, lengths, indices.shape[-1], implementation)
         old = [jax.lax.dynamic_slice_in_dim(x, layer, 1) for x in (pool.k, pool.v)]

@@ -1,6 +1,6 @@
 """HERALD's selection on the CPU: importances of all prefix entries, from keys read where they lie in host memory.
 
-The scan runs on JAX's CPU backend from one worker thread, beside the GPU's denoising. NumPy's view of a page-locked
+The scan runs on JAX's CPU backend from worker threads, beside the GPU's denoising. NumPy's view of a page-locked
 array is zero-copy, and so is handing that view to the CPU backend: K is never copied. The views are dropped before the
 result is handed over, because the cache cannot be appended to (donated) while one is alive.
 """
@@ -8,20 +8,25 @@ result is handed over, because the cache cannot be appended to (donated) while o
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from herald_jax.errors import GenerationError
 
 
-@functools.partial(jax.jit, static_argnames="reduce")
+# One thread per call, and many calls at once: on 16 cores that reads keys a third faster than XLA's own threads do.
+@functools.partial(jax.jit, static_argnames="reduce", compiler_options={"xla_cpu_multi_thread_eigen": False})
 def scan(q: jax.Array, k: jax.Array, length: jax.Array, *, reduce: str) -> jax.Array:
     """Importance f32[K, N] of a row's prefix entries: softmax over the prefix per query, then mean or max over queries.
 
@@ -60,7 +65,10 @@ class Scanned:
 
 
 class Scanner:
-    """One worker thread that scans. `submit` returns at once; errors in the thread come out of the future's result."""
+    """A thread that scans, and as many that help it as there are cores.
+
+    `submit` returns at once; an error in any of the threads comes out of the future's result.
+    """
 
     def __init__(self, reduce: str):
         self._reduce = reduce
@@ -71,80 +79,81 @@ class Scanner:
                 f"selection on the CPU needs JAX's CPU backend beside the GPU's, which is not there ({error}); leave "
                 "JAX_PLATFORMS unset or name both, as in JAX_PLATFORMS=cuda,cpu"
             ) from None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="herald-scan")
+        self._stages: list[_Stage] = []
+        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
+        self._help = concurrent.futures.ThreadPoolExecutor(self._threads, "herald-scan-part")
 
     def submit(
         self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array
     ) -> concurrent.futures.Future[Scanned]:
-        """Scan `keys` (one `[1, B, K, N, D]` per layer) with `queries` `[L, B, K, R, D]` for rows of i32[B] `lengths`."""
-        return self._pool.submit(self._scan, queries, tuple(keys), lengths)
+        """Scan `keys`, one `[1, B, K, N, D]` per layer, with `queries` `[L, B, K, R, D]`, up to i32[B] `lengths`."""
+        return self._lead.submit(self._scan, queries, tuple(keys), lengths)
 
     def close(self) -> None:
-        """Wait for what is running, drop what is not, end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for what is running, drop what is not, end the threads."""
+        self._lead.shutdown(wait=True, cancel_futures=True)
+        self._help.shutdown(wait=True, cancel_futures=True)
 
     def _scan(self, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> Scanned:
-        if not keys:
-            return Scanned((), 0.0, 0)
         rows, asked = _shards(lengths), _shards(queries)  # waits for the draft
         began = time.perf_counter()
-        # Everything is started before anything is waited for, so that the cores never idle between layers.
-        started: list[dict[Any, list[_Part]]] = []
         nbytes = 0
+        layers: list[list[concurrent.futures.Future[None]]] = []
         for layer, k in enumerate(keys):
-            parts = {}
+            stage = self._staging(layer, k)
+            parts = []
             for device, view in _shards(k).items():
-                here = [self._row(asked[device][layer, b], view, b, int(n)) for b, n in enumerate(rows[device])]
-                parts[device] = [part for row in here for part in row]
+                for row, length in enumerate(rows[device]):
+                    here = (asked[device][layer, row], view[0, row], int(length), stage.views[device][row])
+                    parts += [
+                        self._help.submit(self._part, *part) for part in self._cut(*here, len(keys) * len(rows[device]))
+                    ]
                 nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
-                del view
-            started.append(parts)
+                del view, here
+            layers.append(parts)
         importance = []
-        for k in keys:
-            done = started.pop(0)
-            shards = []
-            for shard in k.addressable_shards:
-                out = np.zeros(shard.data.shape[1:4], np.float32)
-                for part in done[shard.device]:
-                    out[part.row, part.heads, : part.value.shape[-1]] = part.value
-                shards.append(jax.device_put(out, shard.device))
-            del done, part
-            importance.append(_assemble(k, shards))
+        for layer, parts in enumerate(layers):
+            for part in parts:
+                part.result()
+            stage = self._stages[layer]
+            importance.append(jax.device_put(stage.array, stage.target, may_alias=False))
+        jax.block_until_ready(importance)  # the staging memory is written again by the next scan
+        del parts, part, layers
+        # JAX lets go of NumPy's views when it next takes one in; until then the cache could not be appended to.
+        jax.device_put(np.zeros((), np.int32), self._cpu).block_until_ready()
         return Scanned(tuple(importance), time.perf_counter() - began, nbytes)
 
-    def _row(self, q: np.ndarray, view: np.ndarray, row: int, length: int) -> list[_Part]:
-        """One row's scan, started and not waited for.
+    def _staging(self, layer: int, k: jax.Array) -> _Stage:
+        """Where one layer's importance waits for its transfer, made once and kept."""
+        if layer >= len(self._stages):
+            self._stages.append(_Stage(k))
+        return self._stages[layer]
 
-        A row much shorter than the cache is scanned head by head, since only within a head are its entries contiguous;
-        a slice across heads would be copied.
+    def _cut(
+        self, q: np.ndarray, k: np.ndarray, length: int, out: np.ndarray, rows: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, int, np.ndarray]]:
+        """One row's work `[K, R, D]`, `[K, N, D]`, `[K, N]` in parts of contiguous keys.
+
+        Parts are as large as keeps every thread busy six times over. A row much shorter than the cache goes head by
+        head, since only within a head are its entries contiguous: a slice across heads would be copied.
         """
-        heads, slots = view.shape[2:4]
+        heads, slots = k.shape[:2]
+        out[:] = 0
+        if length == 0:
+            return
         grain = max(slots // 8, 128)
         reach = min(-(-length // grain) * grain, slots)
+        size = 1
+        while reach == slots and heads % (2 * size) == 0 and rows * heads // (2 * size) >= 6 * self._threads:
+            size *= 2
+        for h in range(0, heads, size):
+            part = slice(h, h + size)
+            yield q[part], k[part, :reach], length, out[part, :reach]
+
+    def _part(self, q: np.ndarray, k: np.ndarray, length: int, out: np.ndarray) -> None:
         put = functools.partial(jax.device_put, device=self._cpu)
-        if length == 0:
-            return []
-        if reach == slots:
-            value = scan(put(q), put(view[0, row]), put(np.int32(length)), reduce=self._reduce)
-            return [_Part(row, slice(0, heads), value)]
-        return [
-            _Part(
-                row,
-                slice(h, h + 1),
-                scan(
-                    put(q[h : h + 1]), put(view[0, row, h : h + 1, :reach]), put(np.int32(length)), reduce=self._reduce
-                ),
-            )
-            for h in range(heads)
-        ]
-
-
-class _Part(NamedTuple):
-    """Importance f32[heads, n] of one row's first n entries."""
-
-    row: int
-    heads: slice
-    value: jax.Array
+        out[:] = scan(put(q), put(k), put(np.int32(length)), reduce=self._reduce)
 
 
 def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
@@ -152,11 +161,29 @@ def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
     return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
-def _assemble(k: jax.Array, shards: list[jax.Array]) -> jax.Array:
-    """The importance `[B, K, N]` of one layer from its parts, placed as that layer's keys are, on the device."""
-    _, batch, heads, slots, _ = k.shape
-    if len(shards) == 1:
-        return shards[0]
-    spec = jax.sharding.PartitionSpec(*k.sharding.spec[1:4])
-    sharding = jax.sharding.NamedSharding(k.sharding.mesh, spec)
-    return jax.make_array_from_single_device_arrays((batch, heads, slots), sharding, shards)
+class _Stage:
+    """Host memory for the importance f32[B, K, N] of one layer whose keys are `k`, and where it goes from there.
+
+    On a GPU it is page-locked, because a transfer from pageable memory runs at a thirtieth of the speed (1.7 against 49
+    GB/s, docs/herald.md). JAX's arrays cannot be written by NumPy, so this writes to the buffer's address: only here,
+    only between transfers, and nothing ever computes on the array itself.
+
+    Attributes:
+      array: the staging memory as a JAX array, split over devices as `k` is.
+      views: the same memory as writable NumPy arrays, by device.
+      target: where `array` is sent.
+    """
+
+    def __init__(self, k: jax.Array):
+        _, batch, heads, slots, _ = k.shape
+        self.target: Any
+        if isinstance(k.sharding, NamedSharding):
+            self.target = NamedSharding(k.sharding.mesh, P(*k.sharding.spec[1:4]))
+        else:
+            self.target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
+        place = self.target.with_memory_kind(k.sharding.memory_kind)
+        self.array = jax.device_put(np.zeros((batch, heads, slots), np.float32), place)
+        self.views = {}
+        for shard in self.array.addressable_shards:
+            pointer = ctypes.cast(shard.data.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_float))
+            self.views[shard.device] = np.ctypeslib.as_array(pointer, shape=shard.data.shape)

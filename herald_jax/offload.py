@@ -25,7 +25,7 @@ from herald_jax.host_kv import HostKV, on_gpu
 from herald_jax.model import Params, Transformer, bind
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions
-from pallas_kernels import gather_rows
+from pallas_kernels import dispatch, gather_rows
 from pallas_kernels.layers import gather_layers
 
 _INDICES = P(None, "data", "model", None)
@@ -35,8 +35,12 @@ _NEVER = jnp.iinfo(jnp.int32).max
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a pool holds: i32[Ls, B, K, P] positions of its selected entries (ascending, -1 padded), and i32[B] `resident`,
-    the first position of the resident block behind them (a value no position reaches where there is none)."""
+    """What a pool holds.
+
+    Attributes:
+      indices: i32[Ls, B, K, P], positions of its selected entries, ascending, -1 padded.
+      resident: i32[B], first position of the resident block behind them; a value no position reaches if there is none.
+    """
 
     indices: jax.Array
     resident: jax.Array
@@ -125,6 +129,7 @@ def draft(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, ja
     slots = start[:, None] + jnp.arange(block)[None, :]
     written = jnp.take_along_axis(rows.tokens, slots, axis=1)
     current = jnp.where(ahead[:, None], written, jnp.where(rows.known, rows.canvas, cache.guess))
+    assert contract.mask_token_id is not None  # `check_request` saw to it
     following = jnp.full((batch, block), contract.mask_token_id, jnp.int32)
     if contract.seeded:
         seed = jnp.where(ahead, rows.canvas[:, 0], cache.guess[:, 0])
@@ -161,8 +166,10 @@ def finish(
     """Fill `spare` for the next block and run this one to its end, side by side on a GPU.
 
     Args:
-      importance: f32[B, K, N] of each pooled layer. prefix: i32[B], the entries it is about. held: what the current pool
-        holds. host: read in place, not changed.
+      importance: f32[B, K, N] of each pooled layer.
+      prefix: i32[B], the entries it is about.
+      held: what the current pool holds.
+      host: read in place, not changed.
 
     Returns:
       The rows, the filled pool, what it holds (its resident block is still to be added, by `turn`), and i32[2, B]: rows
@@ -188,38 +195,49 @@ def finish(
             moved = jax.lax.psum(moved, "model")
         return spare, indices, far, moved
 
-    def fetch(spare: DeviceKV, far: jax.Array, host: HostKV) -> DeviceKV:
-        return DeviceKV(
-            *gather_layers(host.k, host.v, far, spare.k, spare.v, implementation=options.implementation)
-        )  # fmt: skip
+    apart = runs_apart(host, options)
+
+    def fetch(spare: jax.Array, far: jax.Array, layers: tuple[jax.Array, ...]) -> jax.Array:
+        how = "mosaic_gpu" if apart else options.implementation
+        return gather_layers(layers, far, spare, implementation=how)
 
     if options.mesh is not None:
         both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
         score = tuple(P("data", "model", None) for _ in importance)
         what = Held(_INDICES, P("data"))  # type: ignore[arg-type]
-        layers = jax.tree.map(lambda _: CACHE_SPEC, host)
+        layers = tuple(CACHE_SPEC for _ in host.k)
         mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
         choose = mapped(
             choose, in_specs=(both, both, score, P("data"), what, P("data")),
             out_specs=(both, _INDICES, _INDICES, P(None, "data")),
         )  # fmt: skip
-        fetch = mapped(fetch, in_specs=(both, _INDICES, layers), out_specs=both)
+        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, _pooled(rows).counts)
     # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
     rows, spare = jax.lax.optimization_barrier((rows, spare))
-    spare = _beside(fetch, options)(spare, far, host)
+    fetch = _on_second_stream(fetch) if apart else fetch
+    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     model = bind(options.config, params)
     no, all_steps = jnp.zeros((), bool), jnp.int32(_NEVER)
     rows = _run(model, rows, policy, sampling, stops, options, no, all_steps, all_steps)
     return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
 
 
-def _beside(fetch: Callable[..., Any], options: LoopOptions) -> Callable[..., Any]:
-    """`fetch` on a second stream where there are streams, so that it runs while the steps do."""
-    if not on_gpu(options.mesh):
-        return fetch
-    from jax.experimental.compute_on import compute_on
+def runs_apart(host: HostKV, options: LoopOptions) -> bool:
+    """Whether the fetch can have a stream of its own: on a GPU, as a single kernel with a single result.
 
+    What XLA 0.11 makes of more: a call inside has no stream and is refused; the parts of a tuple result become calls of
+    their own, for which the first is waited for at once, and nothing overlaps.
+    """
+    if not on_gpu(options.mesh) or options.implementation == "xla" or not host.k:
+        return False
+    return dispatch.gather_rows_missing(host.k[0]) is None
+
+
+def _on_second_stream(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    from jax.experimental import compute_on as experimental  # as of JAX 0.11, which GPUs need, a function of functions
+
+    compute_on: Any = experimental.compute_on
     return compute_on(fetch, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
 
 
@@ -248,7 +266,10 @@ def turn(
     spare: DeviceKV, outbox: DeviceKV, guess: jax.Array, held: Held, prefix: jax.Array, committed: jax.Array,
     *, options: LoopOptions,
 ) -> tuple[DeviceKV, jax.Array, Held, jax.Array]:  # fmt: skip
-    """Put the block just written behind a filled pool's entries. Returns pool, counts i32[B], what it holds, guesses."""
+    """Put the block just written behind a filled pool's entries.
+
+    Returns the pool, its counts i32[B], what it holds, and empty guesses.
+    """
     counts = select.budget_of(_plan(options), prefix)
 
     def local(spare: DeviceKV, outbox: DeviceKV, counts: jax.Array) -> DeviceKV:

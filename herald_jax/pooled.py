@@ -61,7 +61,7 @@ class PooledKV:
         cls, dense: DeviceKV | None, pool: DeviceKV, counts: jax.Array, config: ModelConfig, mesh: Mesh | None
     ) -> PooledKV:
         """The state before the first block, for a pool that prefill has filled."""
-        layers, batch, heads, _, dim = pool.k.shape
+        layers, batch = pool.k.shape[:2]
         block = config.diffusion.block_length
         shape = dataclasses.replace(config, num_layers=layers)
         outbox = DeviceKV.empty(shape, batch, block, mesh)

@@ -50,8 +50,8 @@ class OffloadStats:
         rate = self.scan_bytes / self.scan_seconds / 1e9 if self.scan_seconds else 0.0
         return [
             f"host KV cache       {self.host_bytes / 2**20:.1f} MiB",
-            f"device              {self.pool_bytes / 2**20:.1f} MiB of pools, {self.dense_bytes / 2**20:.1f} MiB of dense "
-            f"layers, {self.index_bytes / 2**20:.1f} MiB of index",
+            f"device              {self.pool_bytes / 2**20:.1f} MiB of pools, {self.dense_bytes / 2**20:.1f} MiB of "
+            f"dense layers, {self.index_bytes / 2**20:.1f} MiB of index",
             f"over PCIe           {self.fetched_bytes / per_block / 2**20:.2f} MiB per block; {self.reuse:.1%} of the "
             "selected entries were on the device already",
             f"selection           {self.selector}: {self.scan_seconds / per_block * 1e3:.2f} ms per block "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,16 @@ from jax import lax
 
 from pallas_kernels import host_memory
 
-__all__ = ["CHUNK_BYTES", "DEVICE", "HOST", "GatherConfig", "gather_rows", "scatter_into_donated_rows", "scatter_rows"]
+__all__ = [
+    "CHUNK_BYTES",
+    "DEVICE",
+    "HOST",
+    "GatherConfig",
+    "gather_layers",
+    "gather_rows",
+    "scatter_into_donated_rows",
+    "scatter_rows",
+]
 
 CHUNK_BYTES = 16  # the widest access of a thread; a row must be a whole number of these
 _WORDS = CHUNK_BYTES // 4
@@ -78,6 +88,8 @@ def gather_rows(
         return k_pool, v_pool
     chunks = k_src.shape[-1] * k_src.dtype.itemsize // CHUNK_BYTES
     shape: dict[str, Any] = {
+        "planes": 2,
+        "sources": 1,
         "source_rows": k_src.shape[-2],
         "pool_rows": k_pool.shape[-2],
         "slots": slots,
@@ -108,6 +120,59 @@ def gather_rows(
         updated=[k_pool, v_pool],
     )
     return k_pool, v_pool
+
+
+def gather_layers(
+    sources: Sequence[jax.Array],
+    indices: jax.Array,
+    pool: jax.Array,
+    *,
+    config: GatherConfig | None = None,
+    launch: Any = None,
+) -> jax.Array:
+    """K or V of :func:`pallas_kernels.layers.gather_layers`: the same kernel with a source per layer, in one launch.
+
+    A thread picks its source's address from all of them, a select per layer and tile: nothing beside a PCIe round trip.
+    One array at a time, and so one result: with two, XLA would not let the launch run beside anything (see
+    ``herald_jax.offload``).
+    """
+    if launch is None:
+        from pallas_kernels import lanes
+
+        launch = lanes.launch
+    if config is None:
+        config = HOST if host_memory.is_host(sources[0]) else DEVICE
+    slots = indices.shape[-1]
+    if slots == 0 or math.prod(sources[0].shape) == 0:
+        return pool
+    shape: dict[str, Any] = {
+        "planes": 1,
+        "sources": len(sources),
+        "source_rows": sources[0].shape[-2],
+        "pool_rows": pool.shape[-2],
+        "slots": slots,
+        "chunks": pool.shape[-1] * pool.dtype.itemsize // CHUNK_BYTES,
+        "problems": math.prod(indices.shape[:-1]),
+        "problems_per_layer": math.prod(indices.shape[1:-1]),
+        "unroll": config.unroll,
+        "hint": config.hint,
+        "source_is_one_layer": True,
+        "has_dst": False,
+        "has_layer": False,
+    }
+
+    def kernel(lanes: Any, *memories: Any) -> None:
+        _kernel(lanes, *memories, **shape)
+
+    [pool] = launch(
+        kernel,
+        name="gather_layers",
+        blocks=config.blocks,
+        threads=config.threads,
+        inputs=[*map(host_memory.read_in_place, sources), indices],
+        updated=[pool],
+    )
+    return pool
 
 
 def scatter_rows(
@@ -167,10 +232,9 @@ def scatter_into_donated_rows(
 
 def _kernel(
     lanes: Any,
-    k_src: Any,
-    v_src: Any,
-    indices: Any,
-    *optional_and_pools: Any,
+    *memories: Any,
+    planes: int,
+    sources: int,
     source_rows: int,
     pool_rows: int,
     slots: int,
@@ -183,7 +247,10 @@ def _kernel(
     has_dst: bool,
     has_layer: bool,
 ) -> None:
-    *rest, k_pool, v_pool = optional_and_pools
+    # Planes are K and V: as many groups of sources at the front, as many pools at the end.
+    by_plane = [memories[i * sources : (i + 1) * sources] for i in range(planes)]
+    pools = memories[len(memories) - planes :]
+    indices, *rest = memories[planes * sources : len(memories) - planes]
     dst = rest.pop(0) if has_dst else None
     first_problem = lanes.constant(0)
     if has_layer:
@@ -207,19 +274,23 @@ def _kernel(
                 (slot,) = lanes.load(dst, entry, where=inside)
             # Unsigned comparison: -1 is far outside.
             work.append((row, slot, chunk, inside & (row < source_rows) & (slot < pool_rows)))
+        chosen = [group[0] for group in by_plane]
         from_problem = lanes.wide(problem if source_is_one_layer else first_problem + problem)
+        if sources > 1:
+            layer = problem // problems_per_layer
+            chosen = [lanes.choose(layer, group) for group in by_plane]
+            from_problem = lanes.wide(problem % problems_per_layer)
         to_problem = lanes.wide(first_problem + problem)
         moved = []
         for row, slot, chunk, wanted in work:
             offset = lanes.wide(chunk) * _WORDS
             source = (from_problem * source_rows + lanes.wide(row)) * (chunks * _WORDS) + offset
             target = (to_problem * pool_rows + lanes.wide(slot)) * (chunks * _WORDS) + offset
-            k = lanes.load(k_src, source, _WORDS, where=wanted, hint=hint)
-            v = lanes.load(v_src, source, _WORDS, where=wanted, hint=hint)
-            moved.append((target, k, v, wanted))
-        for target, k, v, wanted in moved:
-            lanes.store(k_pool, target, k, where=wanted)
-            lanes.store(v_pool, target, v, where=wanted)
+            rows = [lanes.load(src, source, _WORDS, where=wanted, hint=hint) for src in chosen]
+            moved.append((target, rows, wanted))
+        for target, rows, wanted in moved:
+            for pool, row in zip(pools, rows, strict=True):
+                lanes.store(pool, target, row, where=wanted)
         return ()
 
     lanes.loop(lanes.block, lanes.constant(problems * tiles_per_problem), lanes.blocks, (), tile)

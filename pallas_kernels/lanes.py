@@ -169,6 +169,13 @@ class Lanes:
     def where(self, predicate: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(predicate.ir, a.ir, b.ir))
 
+    def choose(self, index: Value, memories: Sequence[_Memory]) -> _Memory:
+        """The reference number ``index``, which must be below their number; all of one kind of memory."""
+        chosen = Value(memories[0].address.ir)
+        for i, memory in enumerate(memories[1:], 1):
+            chosen = self.where(index == self.constant(i), memory.address, chosen)
+        return _Memory(chosen, shared=memories[0].shared)
+
     def sign(self, value: Value) -> Value:
         """All ones where the highest bit is set, else 0."""
         return Value(arith.shrsi(value.ir, self.constant(31).ir))

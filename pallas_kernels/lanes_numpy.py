@@ -64,6 +64,11 @@ class NumpyLanes:
             raise NotImplementedError("a start that differs between the threads of a block")
         return memory[int(index[0]) :]
 
+    def choose(self, index: np.ndarray, memories: Sequence[np.ndarray]) -> np.ndarray:
+        if (index != index[0]).any():
+            raise NotImplementedError("a reference that differs between the threads of a block")
+        return memories[int(index[0])]
+
     def barrier(self) -> None:
         pass
 
