@@ -3,7 +3,7 @@
     python -m benchmarks.kernels_matmul            # or as a part of benchmarks.kernels
 
 The four matmuls of a layer, for the 32 tokens of one block and for those of four. The floor is one read of the weights
-at copy bandwidth. The peer is what XLA makes of the same product (its fused Triton matmul or cuBLAS, autotuned), its gate
+at copy bandwidth. The peer is what XLA makes of the same product (its Triton matmul or cuBLAS, autotuned), its gate
 included; both results are rounded to bfloat16, ours as partial sums that the next kernel adds up.
 """
 

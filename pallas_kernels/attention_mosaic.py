@@ -216,12 +216,12 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
         if p.splits > 1:
             outs.lse[here] = lse
             plgpu.copy_smem_to_gmem(smem, outs.out.at[here])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
         else:
             mosaic_inline.store_rows(outs.lse.at[batch], lse, _row_queries(head, tile, wg, p))
             for rows, where, exists in slabs(p, batch, head, tile, wg):
                 pl.when(exists)(functools.partial(plgpu.copy_smem_to_gmem, smem.at[rows], outs.out.at[where]))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
 
     @pl.when(wg == p.warpgroups)
     def _copy():

@@ -128,7 +128,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
                     plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, rows)], to.at[pl.ds(number * 64, rows), where])
 
                 pl.when((tile == number) & (first_group + group < groups))(store)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
 
         @pl.when(wg == warpgroups)
         def _copy():

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.common import rms_error
 from herald_jax.cache import DenseAttend, DeviceKV
+from herald_jax.config import ModelConfig
 from herald_jax.model import bind
 from herald_jax.streamed import streams
 from pallas_kernels.fused_rows import Destination, add_norm, project_heads, write_kv
@@ -89,22 +90,24 @@ def test_heads_and_cache(dim: int, group: int, norm: bool, keep: bool) -> None:
 
 @pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_forward_is_the_ordinary_one(form: str, batch: int) -> None:
+def test_a_forward_is_as_exact_as_the_ordinary_one(form: str, batch: int) -> None:
+    """Both are roundings of the same float32 forward, and about equally far from it."""
     config = dataclasses.replace(
         tiny.FORMS[form], num_layers=3, hidden_size=256, head_dim=128, intermediate_size=320, dtype="bfloat16"
     )
+    exact = dataclasses.replace(config, dtype="float32")
     params = tiny.params(config)
     tokens = jax.random.randint(jax.random.key(0), (batch, 32), 0, 90)
     start = jnp.asarray([100, 0, 57][:batch], jnp.int32)
     kv = DeviceKV(*arrays(5, *[(3, batch, config.num_kv_heads, 256, 128)] * 2))
 
-    def run(implementation: str | None) -> Any:
+    def run(config: ModelConfig, implementation: str | None) -> Any:
         attend = DenseAttend(start, (start + 32)[:, None], implementation=implementation)
         assert streams(config, attend, tokens) == (implementation is None)
         positions = start[:, None] + jnp.arange(32)[None]
-        return jax.jit(lambda params, kv: bind(config, params)(tokens, positions, attend, kv))(params, kv)
+        args = jax.tree.map(lambda x: jnp.asarray(x, config.dtype), (params, kv))
+        hidden, cache = jax.jit(lambda params, kv: bind(config, params)(tokens, positions, attend, kv))(*args)
+        return hidden, cache.k, cache.v
 
-    (hidden, cache), (wanted, plain) = run(None), run("xla")
-    assert rms_error(hidden, wanted) < 0.02
-    for a, b in ((cache.k, plain.k), (cache.v, plain.v)):
-        assert rms_error(a, b) < 0.01
+    for ours, plain, truth in zip(run(config, None), run(config, "xla"), run(exact, "xla"), strict=True):
+        assert rms_error(ours, truth) < 1.2 * rms_error(plain, truth) + 1e-3
