@@ -106,13 +106,19 @@ def _muon(momentum: float) -> Any:
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         state = jax.tree.map(lambda m, g: momentum * m + g, state, grads)
 
-        def direction(m: jax.Array, g: jax.Array) -> jax.Array:
-            shape = _as_matrix(m.shape)
-            matrix = (momentum * m + g).reshape(shape)
+        # Matrices of one shape are made orthogonal together: one batched iteration instead of one a layer.
+        leaves, structure = jax.tree.flatten(jax.tree.map(lambda m, g: momentum * m + g, state, grads))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            alike.setdefault(leaf.shape, []).append(i)
+        for shape, members in alike.items():
+            matrix = _as_matrix(shape)
             # Root mean square 0.2, which is what Adam's updates have.
-            return (_orthogonal(matrix) * (0.2 * math.sqrt(max(shape)))).reshape(m.shape)
-
-        return jax.tree.map(direction, state, grads), state
+            scale = 0.2 * math.sqrt(max(matrix))
+            made = jax.vmap(_orthogonal)(jnp.stack([leaves[i].reshape(matrix) for i in members])) * scale
+            for i, one in zip(members, made, strict=True):
+                leaves[i] = one.reshape(shape)
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init, update)
 

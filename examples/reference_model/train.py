@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
     level = args.level
     resumed = None
     if args.resume is not None:
-        resumed = export.join_pieces(args.resume, work)
+        resumed = export.join_pieces(args.resume, work / "resumed")
         level = max(level, json.loads((resumed / "training.json").read_text())["level"])
     tokens = args.tokenizer or resumed
     if tokens is None:
@@ -254,8 +254,12 @@ class _Trainer:
 
     def loop(self, state: training.TrainState) -> None:
         """Train until the time is over; the last fifth lowers the learning rate, unless another run is to follow."""
-        out, curve = self.args.out, []
-        log = (out / "log.jsonl").open("a", encoding="utf-8")
+        with (self.args.out / "log.jsonl").open("a", encoding="utf-8") as log:
+            self._loop(state, log)
+
+    def _loop(self, state: training.TrainState, log: TextIO) -> None:
+        out = self.args.out
+        curve: list[tuple[int, float]] = []
         ordered: collections.deque[Any] = collections.deque()
         finished: collections.deque[Any] = collections.deque()
         number = asked = trained = since = 0
@@ -278,18 +282,9 @@ class _Trainer:
                 rate = self._rate(number, done)
                 state, metrics = self.programs(shape, state, packed, np.float32(rate))
                 number, trained = number + 1, trained + shape.batch * shape.length
-                finished.append((number, shape, metrics))
+                finished.append((number, metrics))
                 while len(finished) > 3:  # read late, so that the device never waits for us
-                    at, _, figures = finished.popleft()
-                    host = jax.device_get(figures)
-                    curve.append((at, float(host["loss"])))
-                    self.curriculum.add(host["counts"])
-                    last = host
-                    if self.curriculum.update(done):
-                        print(
-                            f"{now - self.started:.0f} s, step {at}: up to {rows.LEVELS[self.curriculum.level]}",
-                            flush=True,
-                        )
+                    last = self._look(finished.popleft(), curve, done)
                 bar.update()
                 if now - logged > LOG_SECONDS and curve:
                     record = {
@@ -308,6 +303,8 @@ class _Trainer:
                 if now - saved > SAVE_SECONDS:
                     self._save(state, number)
                     saved = now
+        for late in finished:
+            self._look(late, curve, 0.0)
         self._save(state, number)
         if curve:
             training.plot_curve(curve, out / "curve.png", title="reference model, training loss")
@@ -316,7 +313,16 @@ class _Trainer:
                    "level": rows.LEVELS[self.curriculum.level], "by_length": self.curriculum.accuracy(0)}  # fmt: skip
         print(json.dumps({"finished": summary}), file=log, flush=True)
         print(json.dumps({"finished": summary}), flush=True)
-        log.close()
+
+    def _look(self, finished: tuple[int, Any], curve: list[tuple[int, float]], done: float) -> Any:
+        """Take in a finished step's figures; they are on the host then."""
+        number, figures = finished
+        host = jax.device_get(figures)
+        curve.append((number, float(host["loss"])))
+        self.curriculum.add(host["counts"])
+        if self.curriculum.update(done):
+            print(f"step {number}: up to {rows.LEVELS[self.curriculum.level]} tokens", flush=True)
+        return host
 
     def _rate(self, number: int, done: float) -> float:
         rate = self.recipe.rate * min(1.0, (number + 1) / self.recipe.warmup)
