@@ -183,11 +183,12 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="reference-model-"))
-    level = args.level
+    level, earlier = args.level, 0
     resumed = None
     if args.resume is not None:
         resumed = export.join_pieces(args.resume, work / "resumed")
-        level = max(level, json.loads((resumed / "training.json").read_text())["level"])
+        note = json.loads((resumed / "training.json").read_text())
+        level, earlier = max(level, note["level"]), note["step"]
     tokens = args.tokenizer or resumed
     if tokens is None:
         import gzip
@@ -217,7 +218,8 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
           f"{jax.devices()[0].device_kind}", flush=True)  # fmt: skip
 
     context = multiprocessing.get_context("spawn")
-    settings = (str(args.corpus), str(tokens), args.seed + (level << 16), recipe.context, recipe.sentences)
+    # Rows are drawn by (seed, step), and steps begin again: a run that goes on from another must not repeat its rows.
+    settings = (str(args.corpus), str(tokens), args.seed + earlier, recipe.context, recipe.sentences)
     os.environ["JAX_PLATFORMS"], before = "cpu", os.environ.get("JAX_PLATFORMS")
     pool = context.Pool(args.workers, rows.start_worker, settings)
     if before is None:
@@ -229,7 +231,9 @@ def run(args: argparse.Namespace, recipe: Recipe) -> None:
         step = make_step(computing, recipe, attention, args.seed)
         programs = Programs(step, state, recipe.shapes, functools.partial(abstract_rows, mesh))
         curriculum = Curriculum(recipe.shapes, level, advance_at=recipe.advance_at)
-        trainer = _Trainer(args, recipe, config, pool, programs, curriculum, mesh, work, Path(tokens), started, seconds)
+        trainer = _Trainer(
+            args, recipe, config, pool, programs, curriculum, mesh, work, Path(tokens), started, seconds, earlier
+        )
         trainer.loop(state)
         programs.wait()
     finally:
@@ -251,6 +255,7 @@ class _Trainer:
     tokens: Path
     started: float
     seconds: float
+    earlier: int
 
     def loop(self, state: training.TrainState) -> None:
         """Train until the time is over; the last fifth lowers the learning rate, unless another run is to follow."""
@@ -334,7 +339,7 @@ class _Trainer:
         directory = self.work / "model"
         shutil.rmtree(directory, ignore_errors=True)
         export.write_hf(directory, self.config, jax.device_get(state.trained), self.tokens)
-        note = {"step": number, "level": self.curriculum.level, "by_length": self.curriculum.accuracy(0)}
+        note = {"step": self.earlier + number, "level": self.curriculum.level, "by_length": self.curriculum.accuracy(0)}
         (directory / "training.json").write_text(json.dumps(note) + "\n", encoding="utf-8")
         export.split_directory(directory, self.args.out)
 

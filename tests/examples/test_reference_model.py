@@ -13,7 +13,7 @@ import pytest
 
 import herald_jax
 from convert.converter import convert
-from examples.reference_model import corpus, curriculum, export, rows, tokenizer, train
+from examples.reference_model import corpus, curriculum, export, finish, rows, tokenizer, train
 from herald_jax import tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.model import flatten
@@ -138,6 +138,12 @@ def test_recipe_end_to_end(text: Path, tokens: Path, tmp_path: Path) -> None:
     result = herald_jax.generate(model, ["Read the text. Question: Who? Answer:"], GenerateConfig(max_new_tokens=8))
     assert result.errors == {}
     assert 0 < len(result.tokens[0]) <= 8
+
+    finish.finish(tmp_path / "two", tmp_path / "final" / "reference")
+    card = (tmp_path / "final" / "reference" / "README.md").read_text()
+    assert "2 layers, hidden size\n32, 2 query and 1 KV heads of 16, block length 32" in card
+    assert "2 steps" in card
+    assert not (tmp_path / "final" / "reference" / "training.json").exists()
 
 
 def test_pieces(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""The accuracy benchmark's rows, from a table made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import accuracy
+from herald_jax.eval_report import describe
+from herald_jax.plans import Mage
+from herald_jax.tasks import TASKS
+
+
+def summary(score: Any) -> dict[str, Any]:
+    """Every plan at every length; `score(plan, task, length)`."""
+    rows, means = [], []
+    for plan in accuracy.plans(herald=True):
+        for length in (4096, 8192):
+            found = {task: score(plan, task, length) for task in TASKS}
+            dense = {task: score(accuracy.Dense(), task, length) for task in TASKS}
+            means.append(
+                {
+                    "plan": describe(plan),
+                    "group": str(length),
+                    "score": sum(found.values()) / 7,
+                    "low": 0.0,
+                    "high": 1.0,
+                }
+            )
+            for task, value in found.items():
+                row = {"plan": describe(plan), "set": f"{task}/{length}", "score": value, "low": 0.0, "high": 1.0}
+                row |= {"samples": 10, "steps_per_block": 3.0 if isinstance(plan, Mage) else 2.0}
+                row |= {"drop": dense[task] - value, "drop_low": 0.0, "drop_high": 1.0}
+                row |= {"recall": 0.9 if getattr(plan, "measure", False) else None, "mass_kept": 0.8}
+                rows.append(row)
+    return {"rows": rows, "means": means}
+
+
+def test_rows() -> None:
+    def score(plan: Any, task: str, length: int) -> float:
+        if isinstance(plan, accuracy.Dense):
+            return 0.96 if length == 4096 else 0.9
+        ours = isinstance(plan, Mage) and plan.selector == "mage"
+        value = 0.9 + plan.budget / 2 if length == 4096 else 0.8
+        value -= 0.0 if ours else 0.1
+        return value - (0.07 if task == "common_words" else 0.0)
+
+    chosen = accuracy.plans(herald=True)
+    made = accuracy.accuracy_rows(accuracy.Table(summary(score)), chosen, [4096, 8192])
+    rows = {row["id"]: row for row in made}
+    assert len(rows) == len(made)
+    assert rows["dense/4k/mean"]["value"] == pytest.approx(96)
+    assert rows["dense/4k/mean"]["met"]
+    # 96 - (90 + 2.5 - 7 / 7) points
+    assert rows["mage/5/4k/drop"]["value"] == pytest.approx(4.5)
+    assert not rows["mage/5/4k/drop"]["met"]
+    assert rows["herald/10/8k/drop"]["value"] == pytest.approx(90 - (70 - 1))
+    assert rows["mage/worst_margin_over_baselines"]["value"] == pytest.approx(10)
+    assert rows["mage/5/aggregation/drop"]["value"] == pytest.approx(100 * (0.9 - 0.73))
+    assert rows["mage/5/steps_ratio"]["value"] == pytest.approx(1.5)
+    assert rows["mage/5/recall"]["value"] == pytest.approx(0.9)
+    assert set(accuracy.GOALS) - set(rows) == {"finetune/2/gap_closed"}
+    assert "quest/2/4k/drop" in rows
+
+
+def test_ablation_changes_one_thing_at_a_time() -> None:
+    found = accuracy.ablations(herald=True)
+    labels = [describe(plan) for plan in found.values()]
+    assert len(set(labels)) >= len(labels) - 1  # HERALD's draft_at=0.5 is its default
+    assert all(plan.budget == 0.05 and plan.min_budget == 1 for plan in found.values())
