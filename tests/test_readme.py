@@ -55,7 +55,7 @@ def test_extras_of_pip_commands_exist() -> None:
 
 def test_console_commands_lead_to_functions() -> None:
     scripts = PROJECT["project"]["scripts"]
-    assert set(scripts) == {"herald-convert", "herald-generate"}
+    assert set(scripts) == {"herald-convert", "herald-generate", "herald-eval", "herald-finetune"}
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
