@@ -1,12 +1,11 @@
 """Expert layers: a router that sends each token to a few of many MLPs, and the grouped matmuls that compute them.
 
-The pairs of token and expert are sorted by expert, so that each expert's tokens lie together and one grouped matmul
-(`jax.lax.ragged_dot`) serves all experts. Nothing is dropped: there is no capacity per expert, every pair is computed.
-Each token's result is put together from its own pairs in the order of their rank, so it does not depend on which other
-tokens share the batch. The router and its weights are float32 whatever the model's dtype: published ports that rounded
-it chose other experts.
+`pallas_kernels.grouped` computes the pairs of token and expert: sorted by expert, none dropped, only the weights of
+chosen experts read (on Hopper; elsewhere `jax.lax.ragged_dot`). Each token's result is put together from its own pairs
+in the order of their rank, so it does not depend on which other tokens share the batch. The router and its weights are
+float32 whatever the model's dtype: published ports that rounded it chose other experts.
 
-Shape letters: B batch, T query tokens, E hidden, X experts, k experts per token, F width of one expert, N = B * T * k.
+Shape letters: B batch, T query tokens, E hidden, X experts, k experts per token, F width of one expert.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.config import ModelConfig, MoEConfig
+from pallas_kernels.grouped import grouped_mlp
 
 
 def route(
@@ -78,34 +78,26 @@ def _within_block(choice: jax.Array, capacity: int, block_length: int) -> jax.Ar
 
 
 def apply_experts(
-    x: jax.Array, weights: jax.Array, experts: jax.Array, gate_up: jax.Array, down: jax.Array
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    implementation: str | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts' SwiGLU MLPs.
 
     Args:
       x: `[B, T, E]`. weights, experts: `[B, T, k]`, from `route`.
       gate_up: `[X, E, 2, F]`, down: `[X, F, E]`, in the dtype of `x`. A slice of F gives that slice's part of the sum.
+      implementation: passed to `grouped_mlp`.
 
     Returns:
       f32[B, T, E].
     """
-    (batch, length, size), k = x.shape, experts.shape[-1]
-    precision = "highest" if x.dtype == jnp.float32 else None
-    chosen = experts.reshape(-1)
-    order = jnp.argsort(chosen, stable=True)
-    ends = jnp.searchsorted(chosen[order], jnp.arange(gate_up.shape[0]), side="right").astype(jnp.int32)
-    sizes = jnp.diff(ends, prepend=0)
-    rows = x.reshape(-1, size)[order // k]
-    both = jax.lax.ragged_dot(rows, gate_up.reshape(*gate_up.shape[:2], -1), sizes, precision=precision)
-    gate, up = jnp.split(both, 2, axis=-1)
-    out = jax.lax.ragged_dot(
-        jax.nn.silu(gate) * up, down, sizes, precision=precision, preferred_element_type=jnp.float32
-    )
-    # Back to the tokens by a gather, and each token's k parts summed in their own order: no scatter, whose order of
-    # addition would be anyone's guess.
-    place = jnp.argsort(order)
-    parts = out[place].reshape(batch, length, k, size)
-    return jnp.sum(parts * weights[..., None], axis=2)
+    tokens, k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
+    parts = grouped_mlp(tokens, experts.reshape(-1, k), gate_up, down, implementation=implementation)
+    return jnp.sum(parts * weights.reshape(-1, k, 1), axis=1).reshape(x.shape)
 
 
 class _Router(nnx.Module):

@@ -137,6 +137,18 @@ def stream_matmul_missing(x: Any, w: Any) -> str | None:
     return _two_bytes_missing("stream_matmul", x.dtype)
 
 
+def grouped_mlp_missing(x: Any, gate_up: Any) -> str | None:
+    """Why `grouped_mlp` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    if x.dtype != gate_up.dtype:
+        return f"grouped_mlp on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {gate_up.dtype}"
+    if x.shape[1] % 128 or gate_up.shape[-1] % 64:
+        return (
+            "grouped_mlp on mosaic_gpu has tiles of 128 columns of a token and 64 of an expert, which widths "
+            f"{x.shape[1]} and {gate_up.shape[-1]} are no multiples of"
+        )
+    return _two_bytes_missing("grouped_mlp", x.dtype)
+
+
 def select(implementation: str | None, missing: Callable[[], str | None]) -> str:
     """The implementation to use: "xla", "mosaic_gpu", or "auto" (mosaic_gpu where lowered for CUDA, xla elsewhere).
 
