@@ -140,8 +140,20 @@ def init_state(trained: Any, optimizer: Optimizer, mesh: Mesh | None = None) -> 
     if mesh is None:  # named, or a restored state, which has a place, would be compiled for anew
         return jax.device_put(state, sharding.one_device())
     everywhere = NamedSharding(mesh, P())
-    placed = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), (state.step, state.optimizer))
-    return TrainState(placed[0], trained, placed[1])
+    places = {_names(path): leaf.sharding for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]}
+
+    def place(path: Any, leaf: jax.Array) -> jax.Array:
+        # A moment lies at the path of its parameter, below whatever optax put around it, and goes where that is.
+        names = _names(path)
+        found = [places[names[n:]] for n in range(len(names)) if names[n:] in places]
+        return jax.device_put(leaf, found[0] if found and leaf.ndim else everywhere)
+
+    moments = jax.tree_util.tree_map_with_path(place, state.optimizer)
+    return TrainState(jax.device_put(state.step, everywhere), trained, moments)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(str(part) for part in path)
 
 
 def place_batch(batch: Any, mesh: Mesh | None) -> Any:

@@ -58,7 +58,7 @@ class Recipe:
     )
     rate: float = 2e-3
     warmup: int = 150
-    advance_at: float = 0.8
+    advance_at: float = 0.7
     sentences: int | None = None
     dtype: str = "bfloat16"
 
