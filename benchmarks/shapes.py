@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-from herald_jax.config import DiffusionContract, ModelConfig, RopeConfig
+from herald_jax.config import DiffusionContract, ModelConfig, MoEConfig, RopeConfig
 from herald_jax.model import ParamSpec, param_specs
 
 
@@ -52,10 +53,39 @@ def _fast_dllm(hidden: int, mlp: int, heads: int, kv_heads: int, vocab: int, *, 
     )
 
 
+def _llada2_mini() -> ModelConfig:
+    return ModelConfig(
+        family="llada2",
+        vocab_size=157184,
+        hidden_size=2048,
+        intermediate_size=5120,
+        num_layers=20,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm=True,
+        rope=RopeConfig(6e5, rotary_dim=64),
+        dtype="bfloat16",
+        diffusion=DiffusionContract(32, 32, 156895, "same", "all_masked", stop_token_ids=(156892,)),
+        moe=MoEConfig(256, 8, 512, "sigmoid", True, 2.5, True, 8, 4, shared_size=512, first_dense_layers=1),
+    )
+
+
 SHAPES = {
     "sdar8b": _sdar(36, 4096, 12288, 32, 8, tied=False, block=32),
     "sdar4b": _sdar(36, 2560, 9728, 32, 8, tied=False, block=32),
     "sdar1.7b": _sdar(28, 2048, 6144, 16, 8, tied=True, block=32),
+    "sdar_30b_a3b": dataclasses.replace(
+        _sdar(48, 2048, 6144, 32, 4, tied=False, block=32),
+        family="sdar_moe",
+        moe=MoEConfig(128, 8, 768, "softmax", True),
+    ),
+    "llada2_mini": _llada2_mini(),
     "fdv2_7b": _fast_dllm(3584, 18944, 28, 4, 152064, tied=False),
     "fdv2_1.5b": _fast_dllm(1536, 8960, 12, 2, 151936, tied=True),
 }
@@ -66,7 +96,10 @@ def _nbytes(spec: ParamSpec) -> int:
 
 
 def step_weight_bytes(config: ModelConfig) -> int:
-    """Bytes of parameters that one forward of a block must read: everything but the rows of an untied embedding."""
+    """Bytes of parameters that one forward of a block must read: everything but the rows of an untied embedding.
+
+    Of a mixture of experts, all experts: what a step touches of them is for `benchmarks.moe` to count.
+    """
     skipped = set() if config.tie_word_embeddings else {"embed/embedding"}
     return sum(_nbytes(spec) for path, spec in param_specs(config).items() if path not in skipped)
 
