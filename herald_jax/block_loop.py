@@ -197,8 +197,8 @@ def step(
     """One forward of the batch, and what follows from it for every row.
 
     `phase` says what the forward attends to: "dense" everything; under MAGE, "select" everything while choosing, and
-    "sparse" what was chosen. Rows flagged in `waiting` (bool[B]) take no part in it. `hidden` `[B, M, E]` is the forward's
-    result where it has been made already, layer by layer.
+    "sparse" what was chosen. Rows flagged in `waiting` (bool[B]) take no part in it. `hidden` `[B, M, E]` is the
+    forward's result where it has been made already, layer by layer.
     """
     contract = options.config.diffusion
     batch, block = rows.canvas.shape

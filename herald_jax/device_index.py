@@ -1,8 +1,8 @@
 """HERALD's selection on the device: importances from a quantised copy of K that stays there (ours, beyond the paper).
 
-Where the CPU cannot scan all keys while a block is denoised, the device can score a copy of them in 8 or 4 bits: a half
-or a quarter of K, an eighth of the cache at 4 bits. Only the choice comes from it; what is attended to are the exact rows
-from host memory. Keys are quantised symmetrically per entry, at 4 bits per group of 32 numbers of an entry.
+Where the CPU cannot scan all keys while a block is denoised, the device can score a copy of them in 8 or 4 bits: a
+half or a quarter of K, an eighth of the cache at 4 bits. Only the choice comes from it; what is attended to are the
+exact rows from host memory. Keys are quantised symmetrically per entry, at 4 bits per group of 32 numbers of an entry.
 """
 
 from __future__ import annotations

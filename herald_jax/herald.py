@@ -11,6 +11,7 @@ Programs are dispatched ahead of their results: a segment that finds its block f
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from typing import Any
@@ -19,36 +20,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from herald_jax import host_kv, host_prefill, offload
+from herald_jax import device_index, host_kv, host_prefill, offload, sharding
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Policy, Sampling
-from herald_jax.host_select import Scanned, Scanner
+from herald_jax.device_index import QuantisedKeys
+from herald_jax.host_select import Scanner
 from herald_jax.model import Params
 from herald_jax.offload import Held
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledKV
 from herald_jax.stats import OffloadStats
 
-_NEVER = np.int32(2**31 - 1)
+_NEVER = 2**31 - 1
+_MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
+_TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
 
 
 class Pipeline:
-    """One batch under HERALD. `close` it (or leave a `with`): it owns a thread.
+    """One batch under HERALD. `close` it (or leave a `with`): it owns threads.
 
     Attributes:
-      stats: what has been counted so far.
+      stats: what has been counted so far; `settle` adds what is still on the device.
     """
 
     def __init__(self, params: Params, options: LoopOptions):
         plan = options.plan
         assert isinstance(plan, Herald)
         self._params, self._options, self._plan = params, options, plan
+        self._layers = options.config.num_layers - plan.dense_layers
+        share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
+        self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
         self._scanner = Scanner(plan.reduce)
-        self.stats = OffloadStats(selector=plan.selector)
+        self._index: tuple[QuantisedKeys, ...] = ()
+        self._moved: list[jax.Array] = []
+        self._choose = plan.selector == "auto" and plan.draft  # not chosen yet
+        self._wanted = self._indexed
+        self.stats = OffloadStats(selector=plan.selector if plan.draft else "exact first step")
 
     def close(self) -> None:
-        """End the worker thread; a scan in progress is waited for."""
+        """End the worker threads; a scan in progress is waited for."""
         self._scanner.close()
 
     def __enter__(self) -> Pipeline:
@@ -65,65 +76,105 @@ class Pipeline:
         Raises GenerationError if the host has no room for the cache.
         """
         config, mesh, plan = self._options.config, self._options.mesh, self._plan
-        layers = config.num_layers - plan.dense_layers
         batch = tokens.shape[0]
-        host_kv.check_room(host_kv.bytes_needed(config, batch, capacity, layers), gpu=host_kv.on_gpu(mesh))
+        host_kv.check_room(host_kv.bytes_needed(config, batch, capacity, self._layers), gpu=host_kv.on_gpu(mesh))
+        index: list[QuantisedKeys] = []
+
+        def on_layer(layer: int, k: jax.Array) -> None:
+            if layer < self._indexed:
+                index.append(device_index.build(k, bits=plan.index_bits, mesh=mesh))
+
         done = host_prefill.prefill(
             self._params, tokens, lengths, known, config=config, plan=plan, capacity=capacity, longest=longest,
-            chunk=chunk, mesh=mesh, implementation=self._options.implementation,
+            chunk=chunk, mesh=mesh, implementation=self._options.implementation, on_layer=on_layer,
         )  # fmt: skip
-        self._host = done.host
+        self._host, self._index = done.host, tuple(index)
         self._spare = jax.tree.map(jnp.zeros_like, done.pool)
-        never = jax.device_put(np.full((batch,), _NEVER), lengths_sharding(mesh))
-        self._held = Held(done.indices, never)
-        counts = jax.device_put(np.array([plan.entries(int(n)) for n in lengths], np.int32), lengths_sharding(mesh))
+        place = sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 1)
+        self._held = Held(done.indices, jax.device_put(np.full((batch,), _NEVER, np.int32), place))
+        counts = np.array([plan.entries(int(n)) for n in lengths], np.int32)
         self.stats.host_bytes = self._host.nbytes
         self.stats.pool_bytes = 2 * done.pool.nbytes
         self.stats.dense_bytes = 0 if done.dense is None else done.dense.nbytes
-        cache = PooledKV.around(done.dense, done.pool, counts, config, mesh)
+        self.stats.index_bytes = sum(keys.nbytes for keys in self._index)
+        cache = PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), config, mesh)
         return cache, done.last_hidden
 
     def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
         """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""
         how = (policy, sampling, stops)
-        yes, no = np.bool_(True), np.bool_(False)
-        block = self._options.config.diffusion.block_length
+        if not self._plan.draft:
+            return self._exact_block(rows, how, last=last)
         if last:
-            return offload.denoise(self._params, rows, *how, yes, _NEVER, _NEVER, options=self._options)[0]
-        target = np.int32(np.ceil(self._plan.draft_at * block))
-        rows, _ = offload.denoise(self._params, rows, *how, yes, _NEVER, target, options=self._options)
+            return self._denoise(rows, how, first=True)[0]
+        target = math.ceil(self._plan.draft_at * self._options.config.diffusion.block_length)
+        rows, _ = self._denoise(rows, how, first=True, target=target)
         rows, queries, prefix = offload.draft(self._params, rows, options=self._options)
-        future = self._scanner.submit(queries, self._host.k, prefix)
-        del queries
+        near, far = queries[: self._indexed], queries[self._indexed :]
+        scored: tuple[jax.Array, ...] = ()
+        if self._index:
+            scored = device_index.score(
+                self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh
+            )  # fmt: skip
+        if self._indexed < self._layers:
+            rows, scanned = self._scan_beside(rows, how, far, prefix)
+            scored += scanned
+        rows, spare, held, moved = offload.finish(
+            self._params, rows, self._spare, scored, prefix, self._held, self._host, *how, options=self._options
+        )
+        self.stats.blocks += 1
+        self._moved.append(moved)
+        del scored
+        return self._turn(rows, spare, held, prefix)
+
+    def _denoise(
+        self, rows: Rows, how: Any, *, first: bool, limit: int = _NEVER, target: int = _NEVER
+    ) -> tuple[Rows, jax.Array]:
+        numbers = (np.bool_(first), np.int32(limit), np.int32(target))
+        return offload.denoise(self._params, rows, *how, *numbers, options=self._options)
+
+    def _scan_beside(
+        self, rows: Rows, how: Any, queries: jax.Array, prefix: jax.Array
+    ) -> tuple[Rows, tuple[jax.Array, ...]]:
+        """The CPU's scores of the layers it scans, with the block denoised meanwhile."""
+        future = self._scanner.submit(queries, self._host.k[self._indexed :], prefix)
         inside: deque[jax.Array] = deque()
-        steps = np.int32(self._plan.segment)
         finished = False
         while not future.done() and not finished:
-            rows, more = offload.denoise(self._params, rows, *how, no, steps, _NEVER, options=self._options)
+            rows, more = self._denoise(rows, how, first=False, limit=self._plan.segment)
             inside.append(more)
             if len(inside) > 1:  # one segment stays queued, so that the device has work while this one is asked
                 finished = not bool(inside.popleft())
-        waiting = time.perf_counter()
         if finished:
             jax.block_until_ready(rows.step)
-            waiting = time.perf_counter()
-        scanned: Scanned = future.result()
+        waiting = time.perf_counter()
+        scanned = future.result()
         exposed = time.perf_counter() - waiting if finished else 0.0
-        rows, spare, held, moved = offload.finish(
-            self._params, rows, self._spare, scanned.importance, prefix, self._held, self._host, *how,
-            options=self._options,
-        )  # fmt: skip
-        self._count(scanned, exposed, moved)
-        del scanned
-        return self._turn(rows, spare, held, prefix)
+        self.stats.scan_seconds += scanned.seconds
+        self.stats.scan_bytes += scanned.nbytes
+        self.stats.scan_exposed_seconds += exposed
+        if self._choose and self.stats.blocks == _MEASURED_BLOCKS:
+            self._choose_selector(scanned.seconds, exposed)
+        return rows, scanned.importance
+
+    def _choose_selector(self, seconds: float, exposed: float) -> None:
+        """For "auto": keep to the CPU what it can finish in time, and index the other layers from the next block on.
+
+        Judged by one block that neither compiles nor is the first: what was exposed of its scan is what is too much.
+        """
+        self._choose = False
+        wanted = math.ceil(self._layers * min(exposed / seconds, 1.0)) if exposed > _TOLERATED * seconds else 0
+        if exposed > 0.5 * seconds:
+            wanted = self._layers  # the little that the CPU would do is not worth its waking up
+        self._wanted = wanted
 
     def _turn(self, rows: Rows, spare: DeviceKV, held: Held, prefix: jax.Array) -> Rows:
         """Append the block to the host's cache, put it behind the filled pool's entries, and change the pools."""
         cache = rows.cache
         assert isinstance(cache, PooledKV)
-        self._host = self._host.append(
-            cache.outbox, cache.start, cache.committed, self._options.mesh, self._options.implementation
-        )
+        self._append(cache)
+        if not self._choose and self._plan.selector == "auto" and self._wanted > self._indexed:
+            self._move_to_index()
         pool, counts, self._held, guess = offload.turn(
             spare, cache.outbox, cache.guess, held, prefix, cache.committed, options=self._options
         )
@@ -131,27 +182,47 @@ class Pipeline:
         self._spare = cache.pool
         return dataclasses.replace(rows, cache=dataclasses.replace(cache, pool=pool, counts=counts, guess=guess))
 
-    def _count(self, scanned: Scanned, exposed: float, moved: jax.Array) -> None:
-        stats, config = self.stats, self._options.config
-        stats.blocks += 1
-        stats.scan_seconds += scanned.seconds
-        stats.scan_bytes += scanned.nbytes
-        stats.scan_exposed_seconds += exposed
-        self._moved = getattr(self, "_moved", [])
-        self._moved.append((moved, 2 * config.head_dim * jnp.dtype(config.dtype).itemsize))
+    def _append(self, cache: PooledKV) -> None:
+        mesh, block, where = self._options.mesh, cache.outbox, (cache.start, cache.committed)
+        self._host = self._host.append(block, *where, mesh, self._options.implementation)
+        if self._index:
+            self._index = device_index.append(
+                self._index, block.k[: self._indexed], *where, bits=self._plan.index_bits, mesh=mesh
+            )
+
+    def _move_to_index(self) -> None:
+        """Build the index of as many layers as were found wanting, each brought to the device once."""
+        place = host_kv.device_sharding(self._options.mesh)
+        for layer in range(self._indexed, self._wanted):
+            k = jax.device_put(self._host.k[layer], place)
+            keys = device_index.build(k, bits=self._plan.index_bits, mesh=self._options.mesh)
+            self._index = (*self._index, jax.block_until_ready(keys))
+        self._indexed = self._wanted
+        self.stats.index_bytes = sum(keys.nbytes for keys in self._index)
+        share = "index" if self._indexed == self._layers else f"split, {self._indexed} of {self._layers} layers indexed"
+        self.stats.selector = f"auto: {share}"
+
+    def _exact_block(self, rows: Rows, how: Any, *, last: bool) -> Rows:
+        """A block whose own first step selects: every layer's K and V pass through the device."""
+        rows = host_prefill.exact_step(self._params, rows, self._host, how, self._options)
+        rows, _ = self._denoise(rows, how, first=False)
+        cache = rows.cache
+        assert isinstance(cache, PooledKV)
+        self.stats.blocks += 1
+        self.stats.fetched_bytes += self._host.nbytes
+        if not last:
+            self._append(cache)
+        return rows
 
     def settle(self) -> OffloadStats:
         """`stats` with the counters that were still on the device."""
-        for moved, row_bytes in getattr(self, "_moved", []):
+        config = self._options.config
+        row_bytes = 2 * config.head_dim * jnp.dtype(config.dtype).itemsize
+        for moved in self._moved:
             fetched, reused = np.asarray(moved).sum(axis=1, dtype=np.int64)
             self.stats.fetched_bytes += int(fetched) * row_bytes
             self.stats.reused_bytes += int(reused) * row_bytes
         self._moved = []
+        if self._plan.selector == "auto" and not self._choose and not self._indexed:
+            self.stats.selector = "auto: cpu"
         return dataclasses.replace(self.stats)
-
-
-def lengths_sharding(mesh: Any) -> Any:
-    """Where an i32[B] lives."""
-    from herald_jax import sharding
-
-    return sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 1)

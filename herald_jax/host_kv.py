@@ -49,7 +49,7 @@ class HostKV:
     ) -> HostKV:
         """With a block's K and V (`[L, B, K, M, D]`) at slots `start` i32[B] of the rows in `mask` bool[B]. In place.
 
-        No other view of the cache may be alive (a scan's, above all): such an array cannot be donated.
+        No scan of the cache may be running, and no `np.asarray` view of it may exist: such an array cannot be donated.
         """
         if mesh is None:
             return HostKV(
@@ -90,6 +90,11 @@ def host_sharding(mesh: Mesh | None) -> Any:
     if mesh is not None:
         return NamedSharding(mesh, CACHE_SPEC, **kind)
     return SingleDeviceSharding(next(iter(one_device().device_set)), **kind)
+
+
+def device_sharding(mesh: Mesh | None) -> Any:
+    """Where a layer `[1, B, K, N, D]` lives while it is on the device."""
+    return one_device() if mesh is None else NamedSharding(mesh, CACHE_SPEC)
 
 
 def layer_to_host(kv: DeviceKV, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:

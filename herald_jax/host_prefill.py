@@ -23,12 +23,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import host_kv, select, sharding
+from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
 from herald_jax.cache import CACHE_SPEC, DenseAttend, DeviceKV, write
 from herald_jax.config import ModelConfig
 from herald_jax.host_kv import HostKV
 from herald_jax.model import Params, bind, rope_angles
 from herald_jax.plans import Herald
-from herald_jax.pooled import pool_slots
+from herald_jax.pooled import PooledKV, pool_slots
 from pallas_kernels import Importance, block_attention, gather_rows
 
 
@@ -172,7 +173,7 @@ def _one_layer(
     implementation: str | None,
     exact_only: bool,
 ) -> tuple[jax.Array, jax.Array, DeviceKV, jax.Array]:
-    """`hidden` `[B, N', E]` and the mask block `ahead` `[B, M, E]` through one layer. Also its K and V, and importance."""
+    """`hidden` `[B, N', E]` and the mask block `ahead` `[B, M, E]` through a layer; its K and V, and the importance."""
     layer = nnx.merge(graph, state)
     batch, block = ahead.shape[:2]
     zero = jnp.int32(0)
@@ -191,11 +192,97 @@ def _one_layer(
     chunks = -(-jnp.max(lengths) // chunk)
     hidden, kv = jax.lax.fori_loop(0, chunks, one_chunk, (hidden, kv))
 
-    positions = lengths[:, None] + jnp.arange(block)[None, :]
+    ahead, kv, importance = _ahead(layer, ahead, kv, lengths, masked, config, plan, mesh, implementation, exact_only)
+    return hidden, ahead, kv, importance
+
+
+def _ahead(
+    layer: Any, ahead: jax.Array, kv: DeviceKV, lengths: jax.Array, masked: jax.Array, config: ModelConfig,
+    plan: Herald, mesh: Mesh | None, implementation: str | None, exact_only: bool,
+) -> tuple[jax.Array, DeviceKV, jax.Array]:  # fmt: skip
+    """A block `[B, M, E]` behind `lengths` committed tokens through one layer, exactly, with the importance."""
+    positions = lengths[:, None] + jnp.arange(ahead.shape[1])[None, :]
     angles = rope_angles(config.rope, config.head_dim, positions)
     attend = _SelectAttend(lengths, masked, plan, mesh, implementation, exact_only)
-    ahead, (kv, importance) = layer(zero, ahead, angles, attend, (kv, None))
-    return hidden, ahead, kv, importance
+    ahead, (kv, importance) = layer(jnp.int32(0), ahead, angles, attend, (kv, None))
+    return ahead, kv, importance
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graph", "config", "plan", "mesh", "implementation", "exact_only"),
+    donate_argnames=("ahead", "kv"),
+)
+def _ahead_alone(
+    graph: Any, state: Any, ahead: jax.Array, kv: DeviceKV, lengths: jax.Array, masked: jax.Array, *,
+    config: ModelConfig, plan: Herald, mesh: Mesh | None, implementation: str | None, exact_only: bool,
+) -> tuple[jax.Array, DeviceKV, jax.Array]:  # fmt: skip
+    layer = nnx.merge(graph, state)
+    return _ahead(layer, ahead, kv, lengths, masked, config, plan, mesh, implementation, exact_only)
+
+
+@functools.partial(jax.jit, static_argnames="layer")
+def _take(dense: DeviceKV, *, layer: int) -> DeviceKV:
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, layer, layer + 1), dense)
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+def _revealed(
+    params: Params, rows: Rows, hidden: jax.Array, policy: Any, sampling: Any, stops: jax.Array, options: LoopOptions
+) -> Rows:
+    """What follows from a forward that was made layer by layer, for every row."""
+    assert isinstance(rows.cache, PooledKV)
+    plan, model = options.plan, bind(options.config, params)
+    assert isinstance(plan, Herald)
+    sparse = ~rows.done & (select.budget_of(plan, rows.length) < rows.length)
+    counts = select.budget_of(plan, rows.length)
+    cache = dataclasses.replace(rows.cache, counts=counts, committed=jnp.zeros_like(rows.cache.committed))
+    rows = dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
+    hidden = model.norm(hidden)
+    rows = step(model, rows, policy, sampling, stops, options, phase="select", hidden=hidden)
+    return placed_rows(rows, options.mesh)
+
+
+def exact_step(params: Params, rows: Rows, host: HostKV, how: tuple[Any, Any, Any], options: LoopOptions) -> Rows:
+    """A block's first step with exact attention, which fills its pool: MAGE's selection over a cache in host memory.
+
+    Every layer's K and V come to the device once, one layer while the one before is attended to.
+    """
+    plan, config, mesh = options.plan, options.config, options.mesh
+    cache = rows.cache
+    assert isinstance(plan, Herald)
+    assert isinstance(cache, PooledKV)
+    model = bind(config, params)
+    fixed: dict[str, Any] = {"plan": plan, "mesh": mesh, "implementation": options.implementation}
+    ahead = _embed(model.embed.embedding[...], _inputs(rows, config.diffusion.mask_token_id))
+    masked, lengths = ~rows.known, rows.length
+    pool, dense = cache.pool, cache.dense
+    indices = None
+    place = host_kv.device_sharding(mesh)
+    for i, layer in enumerate(model.layers):
+        graph, state = nnx.split(layer)
+        at = i - plan.dense_layers
+        if at < 0:
+            assert dense is not None  # there are dense layers
+            kv = _take(dense, layer=i)
+        else:
+            kv = DeviceKV(*(jax.device_put(x[at], place, may_alias=False) for x in (host.k, host.v)))
+        ahead, kv, importance = _ahead_alone(
+            graph, state, ahead, kv, lengths, masked, config=config, exact_only=at < 0, **fixed
+        )
+        if at < 0:
+            continue  # the steps that follow write the block's K and V into the dense layers
+        if indices is None:
+            capacity = pool.k.shape[3] - 3 * config.diffusion.block_length
+            indices = jnp.full((*pool.k.shape[:3], capacity), -1, jnp.int32)
+        pool, indices = _fill(pool, indices, kv, importance, lengths, jnp.int32(at), **fixed)
+    rows = dataclasses.replace(rows, cache=dataclasses.replace(cache, pool=pool))
+    return _revealed(params, rows, ahead, *how, options)
+
+
+@functools.partial(jax.jit, static_argnames="mask")
+def _inputs(rows: Rows, mask: int) -> jax.Array:
+    return jnp.where(rows.known, rows.canvas, mask)
 
 
 class _SelectAttend:

@@ -1,8 +1,8 @@
 """HERALD's selection on the CPU: importances of all prefix entries, from keys read where they lie in host memory.
 
-The scan runs on JAX's CPU backend from worker threads, beside the GPU's denoising. NumPy's view of a page-locked
-array is zero-copy, and so is handing that view to the CPU backend: K is never copied. The views are dropped before the
-result is handed over, because the cache cannot be appended to (donated) while one is alive.
+The scan runs on JAX's CPU backend from worker threads, beside the GPU's denoising. It reads the page-locked arrays
+where they are, through NumPy views of their memory that the CPU backend takes without a copy. A scan is over before the
+cache is appended to: the pipeline waits for its result in between.
 """
 
 from __future__ import annotations
@@ -103,14 +103,13 @@ class Scanner:
         for layer, k in enumerate(keys):
             stage = self._staging(layer, k)
             parts = []
-            for device, view in _shards(k).items():
+            for device, view in host_views(k).items():
                 for row, length in enumerate(rows[device]):
                     here = (asked[device][layer, row], view[0, row], int(length), stage.views[device][row])
                     parts += [
                         self._help.submit(self._part, *part) for part in self._cut(*here, len(keys) * len(rows[device]))
                     ]
                 nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
-                del view, here
             layers.append(parts)
         importance = []
         for layer, parts in enumerate(layers):
@@ -119,9 +118,6 @@ class Scanner:
             stage = self._stages[layer]
             importance.append(jax.device_put(stage.array, stage.target, may_alias=False))
         jax.block_until_ready(importance)  # the staging memory is written again by the next scan
-        del parts, part, layers
-        # JAX lets go of NumPy's views when it next takes one in; until then the cache could not be appended to.
-        jax.device_put(np.zeros((), np.int32), self._cpu).block_until_ready()
         return Scanned(tuple(importance), time.perf_counter() - began, nbytes)
 
     def _staging(self, layer: int, k: jax.Array) -> _Stage:
@@ -157,8 +153,24 @@ class Scanner:
 
 
 def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
-    """The parts of an array on this process, by device, as NumPy views (no copy for host memory)."""
+    """The parts of an array on this process, by device, as NumPy arrays."""
     return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+
+
+def host_views(x: jax.Array) -> dict[Any, np.ndarray]:
+    """The parts of an array in host memory, by device, as writable NumPy arrays over the very same memory.
+
+    By address, not by `np.asarray`: that view would be kept by the array, which then could never be donated again. The
+    caller sees to it that nobody uses the views while a program changes the array, or the other way round.
+    """
+    views = {}
+    jax.block_until_ready(x)
+    for shard in x.addressable_shards:
+        size = shard.data.nbytes
+        pointer = ctypes.cast(shard.data.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
+        flat = np.ctypeslib.as_array(pointer, shape=(size,)) if size else np.empty((0,), np.uint8)
+        views[shard.device] = flat.view(x.dtype).reshape(shard.data.shape)
+    return views
 
 
 class _Stage:
@@ -183,7 +195,4 @@ class _Stage:
             self.target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
         place = self.target.with_memory_kind(k.sharding.memory_kind)
         self.array = jax.device_put(np.zeros((batch, heads, slots), np.float32), place)
-        self.views = {}
-        for shard in self.array.addressable_shards:
-            pointer = ctypes.cast(shard.data.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_float))
-            self.views[shard.device] = np.ctypeslib.as_array(pointer, shape=shard.data.shape)
+        self.views = host_views(self.array)

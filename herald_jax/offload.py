@@ -214,7 +214,9 @@ def finish(
         fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, _pooled(rows).counts)
     # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
-    rows, spare = jax.lax.optimization_barrier((rows, spare))
+    # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
+    # start it only behind the steps.
+    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
     fetch = _on_second_stream(fetch) if apart else fetch
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     model = bind(options.config, params)

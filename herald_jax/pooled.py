@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from herald_jax.cache import CACHE_SPEC, DeviceKV, write
+from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import DiffusionContract, ModelConfig
 from herald_jax.plans import Herald
 from herald_jax.select import pool_capacity
 from pallas_kernels import block_attention
+from pallas_kernels.fused_rows import Destination, write_kv
 
 QUERY_SPEC = P(None, "data", "model", None, None)
 
@@ -141,8 +142,21 @@ class PooledAttend:
         """With the layer's part in the plan: all layers of one part share one trace."""
         return dataclasses.replace(self, role="dense" if layer < self.plan.dense_layers else "pooled")
 
+    def destination(self, layer: Any, tokens: int, cache: PooledKV) -> Destination:
+        """Where a block's K and V go, as `DenseAttend.destination`."""
+        layer = jnp.asarray(layer, jnp.int32)
+        if self.role == "dense":
+            assert cache.dense is not None  # there are dense layers
+            return Destination(cache.dense.k, cache.dense.v, layer, self.start, tokens, self.keep)
+        return Destination(cache.pool.k, cache.pool.v, layer - self.plan.dense_layers, cache.counts, tokens)
+
+    def written(self, cache: PooledKV, k: jax.Array, v: jax.Array) -> PooledKV:
+        """`cache` with the arrays that its `destination` has become."""
+        kv = DeviceKV(k, v)
+        return dataclasses.replace(cache, dense=kv) if self.role == "dense" else dataclasses.replace(cache, pool=kv)
+
     def __call__(
-        self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: PooledKV
+        self, layer: Any, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: PooledKV
     ) -> tuple[jax.Array, PooledKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
 
@@ -159,30 +173,25 @@ class PooledAttend:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
     def _local(
-        self, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: PooledKV
+        self, layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: PooledKV
     ) -> tuple[jax.Array, PooledKV]:
         b, t, heads, group, d = q.shape
         block = self.contract.block_length
         runs = max(t // block, 1)
         ends = t // runs * (1 + jnp.arange(runs, dtype=jnp.int32))[None, :]
-        if self.role == "dense":
-            assert cache.dense is not None  # there are dense layers
-            kv = DeviceKV(
-                write(cache.dense.k, layer, k, self.start, self.keep),
-                write(cache.dense.v, layer, v, self.start, self.keep),
-            )
-            cache, before = dataclasses.replace(cache, dense=kv), self.start
-        else:
-            layer, before = layer - self.plan.dense_layers, cache.counts
-            kv = DeviceKV(write(cache.pool.k, layer, k, before), write(cache.pool.v, layer, v, before))
-            cache = dataclasses.replace(cache, pool=kv)
-            if cache.queries is not None:
-                asked = asking(self.plan, self.contract, q[:, block:])
-                queries = jax.lax.dynamic_update_index_in_dim(cache.queries, asked, layer, 0)
-                cache = dataclasses.replace(cache, queries=queries)
+        into = self.destination(layer, t, cache)
+        if k is not None and v is not None:
+            writes = self.implementation if self.mesh is None else "xla"
+            cache = self.written(cache, *write_kv(k, v, into, implementation=writes))
+            into = self.destination(layer, t, cache)
+        if self.role == "pooled" and cache.queries is not None:
+            asked = asking(self.plan, self.contract, q[:, block:])
+            queries = jax.lax.dynamic_update_index_in_dim(cache.queries, asked, into.layer, 0)
+            cache = dataclasses.replace(cache, queries=queries)
+        before = self.start if self.role == "dense" else cache.counts
         seen = jnp.where(self.visible[:, None], before[:, None] + ends, 0)
         folded = q.reshape(b, t, heads * group, d)
-        out = block_attention(folded, kv.k, kv.v, seen, layer=layer, implementation=self.implementation).out
+        out = block_attention(folded, into.k, into.v, seen, layer=into.layer, implementation=self.implementation).out
         return out.reshape(q.shape), cache
 
 
