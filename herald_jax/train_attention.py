@@ -92,13 +92,14 @@ class TrainAttend:
         length = k.shape[1] - self.masked.shape[1] * block
         clean_k, clean_v = k[:, :length], v[:, :length]
         out = []
-        for start, stop in _chunks(0, length, CLEAN_CHUNK):
+        for start, stop in _chunks(0, length, max(block, CLEAN_CHUNK // block * block)):
             mask = self._clean_mask(start, stop, block)
             part = masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, self.implementation)
             out.append(part)
         choices = []
         per_view = length if self.every_block else k.shape[1] - length
-        grain = NOISY_CHUNK if length >= 4 * NOISY_CHUNK else max(block, min(NOISY_CHUNK, length // 4 // block * block))
+        # Each chunk's own keys are extra columns for all of its queries: small beside short prefixes.
+        grain = max(block, min(NOISY_CHUNK, max(128, length // 4)) // block * block)
         for view in range(length, k.shape[1], per_view):
             for start, stop in _chunks(view, view + per_view, grain):
                 # Copies of all blocks, in order: a chunk of them needs no keys behind its own last block.

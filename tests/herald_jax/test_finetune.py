@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import lora, training
+from herald_jax import lora, train_attention, training
 from herald_jax.cache import DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
@@ -90,14 +90,19 @@ def test_bad_batches_are_refused() -> None:
         corrupt(jax.random.key(0), jnp.zeros((1, 30), jnp.int32), tiny.LLAMA.diffusion)
 
 
-def test_every_way_to_run_it_is_the_same() -> None:
-    """Scanned or unrolled, recomputed or kept, all blocks in order or named one by one."""
+def test_every_way_to_run_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scanned or unrolled, recomputed or kept, in chunks or not, all blocks in order or named one by one."""
     config = tiny.FAST_DLLM
     batch = some_batch(config)
     params = jax.tree.map(jnp.asarray, tiny.params(config))
     plain, tokens = nll(config, params, batch)
     other, others = nll(config, params, dataclasses.replace(batch, every_block=False), remat=True, scan=False)
     np.testing.assert_allclose(plain, other, rtol=1e-5)
+    np.testing.assert_allclose(tokens, others, atol=2e-4)
+    for name in ("CLEAN_CHUNK", "NOISY_CHUNK"):
+        monkeypatch.setattr(train_attention, name, 12)  # rounded down to a block of 8
+    chunked, others = jax.jit(functools.partial(nll.__wrapped__, config))(params, batch)
+    np.testing.assert_allclose(plain, chunked, rtol=1e-5)
     np.testing.assert_allclose(tokens, others, atol=2e-4)
 
 
@@ -139,17 +144,14 @@ def test_gradient_is_the_slope() -> None:
     batch = some_batch(config, 16)
     params = jax.tree.map(jnp.asarray, tiny.params(config))
 
-    @jax.jit
-    def value(params: Any) -> jax.Array:
-        return nll(config, params, batch)[0]
-
-    gradient = jax.jit(jax.grad(value))(params)
+    value = jax.jit(jax.value_and_grad(lambda p: nll(config, p, batch)[0]))
+    gradient = value(params)[1]
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
     for seed in range(3):
         keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
         directions = [jax.random.normal(k, x.shape) * 1e-3 for k, x in zip(keys, jax.tree.leaves(params), strict=True)]
         direction = jax.tree.unflatten(jax.tree.structure(params), directions)
-        ends = [value(jax.tree.map(lambda p, d, s=s: p + s * d, params, direction)) for s in (1.0, -1.0)]
+        ends = [value(jax.tree.map(lambda p, d, s=s: p + s * d, params, direction))[0] for s in (1.0, -1.0)]
         slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), directions, strict=True))
         np.testing.assert_allclose((ends[0] - ends[1]) / 2, slope, rtol=0.02, atol=2e-5)
 

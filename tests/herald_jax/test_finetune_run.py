@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.herald_jax.tiny import quick_compilation
 __all__ = ["quick_compilation"]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-CONFIG: ModelConfig = tiny.SDAR
+CONFIG: ModelConfig = dataclasses.replace(tiny.SDAR, num_layers=1)
 OPTIMIZER = training.Optimizer(weight_decay=0.1)
 
 
