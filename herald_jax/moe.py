@@ -51,7 +51,7 @@ def route(
         choice = _within_block(choice, moe.block_capacity, block_length)
     elif moe.num_groups > 1:
         choice = _within_groups(choice, moe)
-    _, experts = jax.lax.top_k(choice, moe.experts_per_token)
+    experts = _best(choice, moe.experts_per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if moe.renormalise:
         # A sum of sigmoids can underflow, hence LLaDA2's 1e-20; beside a softmax's best k, at least k / X, it is lost.
@@ -59,12 +59,36 @@ def route(
     return weights * moe.routed_scaling, experts
 
 
+# Up to so many comparisons the best are found by comparing all with all: one fusion, where `top_k` is a kernel or two
+# of its own, and a layer would need three. A block of 32 tokens among 256 experts makes 2 million.
+_COMPARED = 1 << 26
+
+
+def _ranks(values: jax.Array) -> jax.Array:
+    """How many along the last axis are larger, or equal and come first: i32, the shape of `values`."""
+    number = jnp.arange(values.shape[-1])
+    one, other = values[..., :, None], values[..., None, :]
+    first = (number[None, :] < number[:, None]).reshape((1,) * (values.ndim - 1) + (number.size, number.size))
+    return jnp.sum((other > one) | ((other == one) & first), axis=-1, dtype=jnp.int32)
+
+
+def _best(values: jax.Array, k: int) -> jax.Array:
+    """Indices i32[..., k] of the largest along the last axis, best first, ties to the lower: `jax.lax.top_k`'s."""
+    size = values.shape[-1]
+    if values.size * size > _COMPARED:
+        return jax.lax.top_k(values, k)[1]
+    at_rank = jax.nn.one_hot(_ranks(values), k, axis=-2, dtype=jnp.int32)  # [..., k, size]
+    number = jnp.arange(size, dtype=jnp.int32).reshape((1,) * values.ndim + (size,))
+    # Nothing ranks among NaNs: their row gets some experts all the same, and spoils only itself.
+    return jnp.minimum(jnp.sum(at_rank * number, axis=-1), size - 1)
+
+
 def _within_groups(choice: jax.Array, moe: MoEConfig) -> jax.Array:
     """`choice` with -inf outside each token's best groups."""
     grouped = choice.reshape(*choice.shape[:-1], moe.num_groups, -1)
-    ranking = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    _, best = jax.lax.top_k(ranking, moe.groups_per_token)
-    inside = jnp.any(jax.nn.one_hot(best, moe.num_groups, dtype=jnp.bool_), axis=-2)
+    first = jax.nn.one_hot(jnp.argmax(grouped, axis=-1), grouped.shape[-1], dtype=jnp.bool_)
+    two_best = jnp.max(grouped, axis=-1) + jnp.max(jnp.where(first, -jnp.inf, grouped), axis=-1)
+    inside = _ranks(two_best) < moe.groups_per_token
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
@@ -72,8 +96,7 @@ def _within_block(choice: jax.Array, capacity: int, block_length: int) -> jax.Ar
     """`choice` f32[B, T, X] with -inf outside the experts that the token's block has chosen."""
     batch, length, experts = choice.shape
     blocks = choice.reshape(batch, length // block_length, block_length, experts)
-    _, pool = jax.lax.top_k(jnp.max(blocks, axis=2), capacity)
-    inside = jnp.any(jax.nn.one_hot(pool, experts, dtype=jnp.bool_), axis=-2)
+    inside = _ranks(jnp.max(blocks, axis=2)) < capacity
     return jnp.where(inside[:, :, None, :], blocks, -jnp.inf).reshape(choice.shape)
 
 

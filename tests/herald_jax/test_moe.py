@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import Editing, GenerateConfig, ModelConfig, MoEConfig, RopeConfig, Threshold
+from herald_jax import Editing, GenerateConfig, ModelConfig, MoEConfig, RopeConfig, Threshold, moe
 from herald_jax.checkpoint import load_checkpoint, save_checkpoint
 from herald_jax.errors import GenerationError
 from herald_jax.model import flatten, param_specs, rope_angles, rotate
@@ -54,6 +54,16 @@ def test_experts_against_a_loop_over_tokens(experts: np.ndarray) -> None:
     found = apply_experts(x, weights, experts.astype(np.int32), gate_up, down)  # type: ignore[arg-type]
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_the_best_by_comparison_are_those_of_top_k(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = jnp.asarray(np.random.default_rng(0).integers(0, 5, (2, 6, 8)).astype(np.float32))  # many ties
+    values = values.at[0, 1, :5].set(-jnp.inf)
+    compared = moe._best(values, k)
+    monkeypatch.setattr(moe, "_COMPARED", 0)
+    np.testing.assert_array_equal(compared, moe._best(values, k))
+    assert int(moe._best(jnp.full((1, 2, 8), jnp.nan), k).max()) < 8
 
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
