@@ -56,7 +56,7 @@ class Recipe:
     optimizer: training.Optimizer = dataclasses.field(
         default_factory=lambda: training.Optimizer("muon", weight_decay=0.02)
     )
-    rate: float = 2e-3
+    rate: float = 3e-3
     warmup: int = 150
     advance_at: float = 0.7
     sentences: int | None = None
