@@ -21,7 +21,7 @@ from herald_jax.config import MoEConfig
 from herald_jax.denoise import Editing, Threshold
 from herald_jax.moe import route
 from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-from tests.oracles.moe_cases import BLOCK, CASES, DATA, MASK, Case, logits_ids
+from tests.oracles.moe_cases import BLOCK, CASES, DATA, MASK, SDAR_THRESHOLD, Case, logits_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ATOL = 2e-4
@@ -95,6 +95,15 @@ def test_decoding(case: Case, checkpoints: functools.partial[herald_jax.Model]) 
         # only a block that was still being rewritten when its post steps ran out takes one more.
         assert result.stats.edited_tokens == sum(row["edited"] for row in rows)
         assert result.stats.forwards == sum(row["calls"] + row["cut_off"] for row in rows)
+
+
+def test_sdar_decoding(checkpoints: functools.partial[herald_jax.Model]) -> None:
+    """SDAR-MoE by SDAR's own sampler, restated; a last block is denoised no further than the limit, as there."""
+    rows = json.loads((DATA / "sdar_decodes.json").read_text())
+    asked = GenerateConfig(max_new_tokens=20, policy=Threshold(SDAR_THRESHOLD), ignore_stop=True)
+    result = herald_jax.generate(checkpoints("sdar-moe"), [row["prompt"] for row in rows], asked)
+    assert result.tokens == [row["tokens"] for row in rows]
+    assert result.stats.denoise_steps == sum(row["passes"] for row in rows)
 
 
 def test_the_cases_decide_something() -> None:

@@ -6,6 +6,7 @@ Writes, under tests/oracles/moe_data:
 * `logits.npz`             f32[N, V] of one block-causal pass of transformers' Glm4Moe and Qwen3Moe
 * `routing.npz`            block routing (LLaDA2.2), restated in torch from SGLang's description of it
 * `decodes.json`           `moe_cases.CASES` by diffusers' LLaDA2Pipeline and BlockRefinementScheduler
+* `sdar_decodes.json`      SDAR's sampler as `samplers.sdar` restates it, over the SDAR-MoE checkpoint
 
 Needs torch and transformers (the `oracle` extra), for decodes diffusers 0.42 too. `test_moe_live.py` compares.
 """
@@ -26,8 +27,21 @@ from safetensors.torch import save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.oracles import zoo
-from tests.oracles.moe_cases import BLOCK, CASES, DATA, MARGIN, MASK, VOCAB, Case, logits_ids, prompts
-from tests.oracles.samplers import Margins, block_causal_mask, full_logits
+from tests.oracles.cases import Policy
+from tests.oracles.moe_cases import (
+    BLOCK,
+    CASES,
+    DATA,
+    MARGIN,
+    MASK,
+    SDAR_LENGTHS,
+    SDAR_THRESHOLD,
+    VOCAB,
+    Case,
+    logits_ids,
+    prompts,
+)
+from tests.oracles.samplers import Margins, block_causal_mask, full_logits, sdar
 
 ATTEMPTS = 400
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, EXPERT = 32, 4, 2, 16, 40, 12
@@ -351,6 +365,23 @@ def record_case(model: PreTrainedModel, case: Case) -> dict[str, Any]:
     return {"stop": stop, "rows": rows}
 
 
+def record_sdar() -> list[dict[str, Any]]:
+    """The content of sdar_decodes.json: rows by SDAR's dynamic policy, threshold `SDAR_THRESHOLD`."""
+    model, rows = build("sdar-moe"), []
+    policy = Policy("threshold", threshold=SDAR_THRESHOLD)
+    for row, length in enumerate(SDAR_LENGTHS):
+        for prompt in itertools.islice(prompts(CASES[0], length, row), ATTEMPTS):
+            found = sdar(
+                model, prompt, mask_id=MASK, block_length=BLOCK, policy=policy, max_new_tokens=CASES[0].max_new_tokens
+            )
+            if min(found.margins.token, found.margins.reveal) > MARGIN and MASK not in found.written:
+                rows.append({"prompt": prompt, "tokens": found.tokens, "passes": found.passes})
+                break
+        else:
+            raise RuntimeError(f"no prompt of length {length} is decided clearly in {ATTEMPTS} attempts")
+    return rows
+
+
 def record_logits() -> dict[str, np.ndarray]:
     """The content of logits.npz."""
     return {name: full_logits(build(name), logits_ids(name), BLOCK).numpy() for name in NAMES}
@@ -359,7 +390,7 @@ def record_logits() -> dict[str, np.ndarray]:
 def main(parts: list[str]) -> None:
     """Record the named parts, or all."""
     torch.set_num_threads(1)
-    known = ("checkpoints", "logits", "routing", "decodes")
+    known = ("checkpoints", "logits", "routing", "sdar", "decodes")
     if unknown := set(parts) - set(known):
         raise SystemExit(f"unknown part {sorted(unknown)}: choose from {', '.join(known)}")
     chosen = parts or list(known)
@@ -370,6 +401,8 @@ def main(parts: list[str]) -> None:
         np.savez_compressed(DATA / "logits.npz", **record_logits())
     if "routing" in chosen:
         np.savez_compressed(DATA / "routing.npz", **record_routing())
+    if "sdar" in chosen:
+        (DATA / "sdar_decodes.json").write_text(json.dumps(record_sdar(), separators=(",", ":")) + "\n")
     if "decodes" in chosen:
         model, recorded = build("llada2"), {}
         for case in CASES:

@@ -53,6 +53,10 @@ CASES = (
 )
 
 
+SDAR_THRESHOLD = 0.6
+SDAR_LENGTHS = (3, 8, 13, 15)
+
+
 def prompts(case: Case, length: int, row: int) -> Iterator[list[int]]:
     """The candidate prompts of one row, in a fixed order."""
     generator = np.random.default_rng([ord(letter) for letter in case.name] + [row])

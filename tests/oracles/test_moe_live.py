@@ -59,6 +59,12 @@ def test_logits_and_routing() -> None:
             np.testing.assert_allclose(recorded[key], value, rtol=0, atol=2e-5, err_msg=key)
 
 
+def test_sdar_decodes() -> None:
+    from tests.oracles import moe
+
+    assert moe.record_sdar() == json.loads((DATA / "sdar_decodes.json").read_text())
+
+
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="needs diffusers 0.42 (make test-oracle)")
 @pytest.mark.filterwarnings("ignore")  # of a package of many parts; only its one pipeline matters here
 @pytest.mark.parametrize("case", moe_cases.CASES, ids=lambda case: case.name)
