@@ -107,8 +107,7 @@ class Pipeline:
             return self._exact_block(rows, how, last=last)
         if last:
             return self._denoise(rows, how, first=True)[0]
-        target = math.ceil(self._plan.draft_at * self._options.config.diffusion.block_length)
-        rows, _ = self._denoise(rows, how, first=True, target=target)
+        rows, _ = self._denoise(rows, how, first=True, until_drafted=True)
         rows, queries, prefix = offload.draft(self._params, rows, options=self._options)
         near, far = queries[: self._indexed], queries[self._indexed :]
         scored: tuple[jax.Array, ...] = ()
@@ -128,10 +127,10 @@ class Pipeline:
         return self._turn(rows, spare, held, prefix)
 
     def _denoise(
-        self, rows: Rows, how: Any, *, first: bool, limit: int = _NEVER, target: int = _NEVER
+        self, rows: Rows, how: Any, *, first: bool, limit: int = _NEVER, until_drafted: bool = False
     ) -> tuple[Rows, jax.Array]:
-        numbers = (np.bool_(first), np.int32(limit), np.int32(target))
-        return offload.denoise(self._params, rows, *how, *numbers, options=self._options)
+        where = (np.bool_(first), np.int32(limit), np.bool_(until_drafted))
+        return offload.denoise(self._params, rows, *how, *where, options=self._options)
 
     def _scan_beside(
         self, rows: Rows, how: Any, queries: jax.Array, prefix: jax.Array

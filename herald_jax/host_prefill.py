@@ -90,7 +90,9 @@ def prefill(
     used = max(int(lengths.max(initial=0)), 1)
     hidden = _embed(model.embed.embedding[...], put(whole[:, : -(-used // chunk) * chunk]))
     ahead = _embed(model.embed.embedding[...], put(canvas.astype(np.int32)))
-    rows, masked = put(lengths.astype(np.int32)), put(~known)
+    # A seed comes from the prefill's last hidden state, not there yet: its place holds a mask that does not ask.
+    seed = np.arange(block)[None, :] < int(config.diffusion.seeded)
+    rows, masked = put(lengths.astype(np.int32)), put(~known & ~seed)
 
     one = _layers_of(config, 1)
     buffers = [DeviceKV.empty(one, batch, capacity, mesh) for _ in range(2)]

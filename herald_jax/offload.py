@@ -24,7 +24,7 @@ from herald_jax.denoise import Policy, Sampling
 from herald_jax.host_kv import HostKV, on_gpu
 from herald_jax.model import Params, Transformer, bind
 from herald_jax.plans import Herald
-from herald_jax.pooled import PooledAttend, PooledKV, draft_positions
+from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
 from pallas_kernels import dispatch, gather_rows
 from pallas_kernels.layers import gather_layers
 
@@ -65,24 +65,29 @@ def _run(
     options: LoopOptions,
     first: jax.Array,
     limit: jax.Array,
-    target: jax.Array,
+    until_drafted: jax.Array,
 ) -> Rows:
-    """Steps until every row has committed, at most `limit`, or until every row has revealed `target` positions.
+    """Steps until every row has committed, at most `limit`, or with `until_drafted` until every row has its draft.
 
     Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
     """
 
+    share = _plan(options).draft_at
+
     def going(state: tuple[jax.Array, Rows]) -> jax.Array:
         i, rows = state
         starting = first & (i == 0)
-        revealed = jnp.sum(rows.known, axis=1) >= target
-        far_enough = jnp.all(rows.done | (rows.step == 0) | revealed)
-        return starting | (_inside(rows) & (i < limit) & ~far_enough)
+        drafted = jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
+        return starting | (_inside(rows) & (i < limit) & ~(until_drafted & drafted))
 
     def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         i, rows = state
         waiting = (rows.step == 0) & ~(first & (i == 0))
-        return i + 1, step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
+        rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
+        # A row that has just committed was drafted at the latest when its block was complete, a step before.
+        apart = waiting | (rows.step == 0)
+        cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, share)
+        return i + 1, dataclasses.replace(rows, cache=cache)
 
     return jax.lax.while_loop(going, body, (jnp.int32(0), rows))[1]
 
@@ -100,17 +105,21 @@ def denoise(
     stops: jax.Array,
     first: jax.Array,
     limit: jax.Array,
-    target: jax.Array,
+    until_drafted: jax.Array,
     *,
     options: LoopOptions,
 ) -> tuple[Rows, jax.Array]:
-    """Denoising steps over the pool; bool scalar `first` begins a block. Returns the rows and whether any is inside its
-    block still. All arguments but `options` are traced: one program serves every segment of every block."""
+    """Denoising steps over the pool: from a block's start (bool scalar `first`), `limit` of them at most, or (bool
+    scalar `until_drafted`) until every row has its draft.
+
+    Returns the rows, and whether any of them is inside its block still. All arguments but `options` are traced: one
+    program serves every segment of every block.
+    """
     cache = _pooled(rows)
     sparse = first & ~rows.done & (select.budget_of(_plan(options), rows.length) < rows.length)
-    cache = dataclasses.replace(cache, committed=cache.committed & ~first)
+    cache = dataclasses.replace(cache, committed=cache.committed & ~first, drafted=cache.drafted & ~first)
     rows = dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
-    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, limit, target)
+    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, limit, until_drafted)
     return placed_rows(rows, options.mesh), _inside(rows)
 
 
@@ -118,23 +127,19 @@ def denoise(
 def draft(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
     """The queries that select for every row's next block, `[Ls, B, K, R, D]`, and i32[B], the prefix they select from.
 
-    One forward of [this block, each mask filled by its prediction | a block of masks] over the current pool. What it
-    writes behind the pool's entries is overwritten by the next step.
+    One forward of [this block, each mask filled by its prediction | a block of masks] over the current pool, each row
+    as it was at its own moment (`PooledKV.draft`). What it writes behind the pool's entries, the next step overwrites.
     """
     plan, contract = _plan(options), options.config.diffusion
     cache = _pooled(rows)
     batch, block = rows.canvas.shape
     ahead = cache.committed  # these rows' canvas is already the next block's
     start = jnp.where(ahead, rows.length - block, rows.length)
-    slots = start[:, None] + jnp.arange(block)[None, :]
-    written = jnp.take_along_axis(rows.tokens, slots, axis=1)
-    current = jnp.where(ahead[:, None], written, jnp.where(rows.known, rows.canvas, cache.guess))
     assert contract.mask_token_id is not None  # `check_request` saw to it
     following = jnp.full((batch, block), contract.mask_token_id, jnp.int32)
     if contract.seeded:
-        seed = jnp.where(ahead, rows.canvas[:, 0], cache.guess[:, 0])
-        following = following.at[:, 0].set(seed)
-    tokens = jnp.concatenate([current, following], axis=1)
+        following = following.at[:, 0].set(cache.draft[:, block])
+    tokens = jnp.concatenate([cache.draft[:, :block], following], axis=1)
     positions = start[:, None] + jnp.arange(2 * block)[None, :]
     keep = ~ahead[:, None] | (jnp.arange(2 * block) >= block)[None, :]
     attend = PooledAttend(start, ~rows.done, keep, plan, contract, options.mesh, options.implementation)
@@ -220,8 +225,8 @@ def finish(
     fetch = _on_second_stream(fetch) if apart else fetch
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     model = bind(options.config, params)
-    no, all_steps = jnp.zeros((), bool), jnp.int32(_NEVER)
-    rows = _run(model, rows, policy, sampling, stops, options, no, all_steps, all_steps)
+    no = jnp.zeros((), bool)
+    rows = _run(model, rows, policy, sampling, stops, options, no, jnp.int32(_NEVER), no)
     return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -38,6 +39,9 @@ class PooledKV:
       counts: i32[B], entries before the block: selected and resident ones.
       guess: i32[B, M], every position's prediction at the last step; position 0 of a shifted family holds the seed of
         the next block.
+      draft: i32[B, M + 1], the block as it was when the row had revealed its share, masks filled by guesses, and the
+        guess of the next block's seed; `drafted` bool[B] says that the row has come so far. Each row's own moment: what
+        is selected for it depends on no neighbour.
       outbox: `[Ls, B, K, M, D]`, the block each row committed last, to be appended to the host's cache.
       committed: bool[B], rows that committed since the block began; `start` i32[B], where that block lies.
       queries: `[Ls, B, K, R, D]` during a draft, else None.
@@ -47,6 +51,8 @@ class PooledKV:
     pool: DeviceKV
     counts: jax.Array
     guess: jax.Array
+    draft: jax.Array
+    drafted: jax.Array
     outbox: DeviceKV
     committed: jax.Array
     start: jax.Array
@@ -66,9 +72,10 @@ class PooledKV:
         block = config.diffusion.block_length
         shape = dataclasses.replace(config, num_layers=layers)
         outbox = DeviceKV.empty(shape, batch, block, mesh)
-        guess = jnp.zeros((batch, block), jnp.int32)
-        off, zero = jnp.zeros((batch,), bool), jnp.zeros((batch,), jnp.int32)
-        return cls(dense, pool, counts, guess, outbox, off, zero)
+        guess, draft = jnp.zeros((batch, block), jnp.int32), jnp.zeros((batch, block + 1), jnp.int32)
+        drafted, committed = jnp.zeros((batch,), bool), jnp.zeros((batch,), bool)  # two arrays: both will be donated
+        start = jnp.zeros((batch,), jnp.int32)
+        return cls(dense, pool, counts, guess, draft, drafted, outbox, committed, start)
 
 
 def pool_slots(plan: Herald, longest: int, block: int) -> int:
@@ -100,11 +107,10 @@ def asking(plan: Herald, contract: DiffusionContract, q: jax.Array) -> jax.Array
 
 def _specs(kv: PooledKV) -> PooledKV:
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
-    row = P("data")
-    return PooledKV(
-        None if kv.dense is None else both, both, row, P("data", None), both, row, row,  # type: ignore[arg-type]
-        None if kv.queries is None else QUERY_SPEC,  # type: ignore[arg-type]
-    )  # fmt: skip
+    row, wide = P("data"), P("data", None)
+    queries = None if kv.queries is None else QUERY_SPEC
+    specs: tuple[Any, ...] = (None if kv.dense is None else both, both, row, wide, wide, row, both, row, row, queries)
+    return PooledKV(*specs)
 
 
 def placed(kv: PooledKV, mesh: Mesh) -> PooledKV:
@@ -219,3 +225,13 @@ def after_step(
         committed=cache.committed | committing,
         start=jnp.where(committing, start, cache.start),
     )
+
+
+def note_drafts(cache: PooledKV, canvas: jax.Array, known: jax.Array, waiting: jax.Array, share: float) -> PooledKV:
+    """After a step: keep the draft of rows that have just revealed `share` of their block (i32, bool[B, M])."""
+    block = canvas.shape[1]
+    enough = jnp.sum(known, axis=1) >= math.ceil(share * block)
+    now = enough & ~cache.drafted & ~waiting
+    new = jnp.concatenate([jnp.where(known, canvas, cache.guess), cache.guess[:, :1]], axis=1)
+    draft = jnp.where(now[:, None], new, cache.draft)
+    return dataclasses.replace(cache, draft=draft, drafted=cache.drafted | now)

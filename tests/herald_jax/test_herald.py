@@ -1,0 +1,260 @@
+"""The HERALD plan: equal to Dense where it chooses everything, to MAGE without a draft, to a plain restatement."""
+
+import dataclasses
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import herald_jax
+from herald_jax import (
+    BlockEvent,
+    Dense,
+    GenerateConfig,
+    GenerationError,
+    Herald,
+    Mage,
+    Model,
+    Stats,
+    Threshold,
+    host_kv,
+    host_select,
+    offload,
+)
+from herald_jax.generate import _Run
+from herald_jax.pooled import PooledKV
+from tests.herald_jax import plain_herald, tiny
+from tests.herald_jax.tiny import quick_compilation  # noqa: F401
+
+FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in ("sdar", "fast_dllm")}
+LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
+REQUEST = GenerateConfig(max_new_tokens=13, policy=Threshold(0.6), ignore_stop=True)
+SPARSE = Herald(0.3, min_budget=2)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
+    return herald_jax.generate(tiny.model(FORMS[form]), tiny.prompts(lengths), request, plan)
+
+
+@pytest.mark.parametrize(
+    ("form", "plan"),
+    [
+        ("sdar", Herald(1.0, dense_layers=1)),
+        ("sdar", Herald(1.0, selector="split", split=0.4, index_bits=4)),
+        ("sdar", Herald(1000, draft=False, query="all", dense_layers=1)),
+        ("fast_dllm", Herald(1.0, selector="index", draft_at=0.2)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x.selector}-{x.query}",
+)
+def test_choosing_everything_is_dense(form, plan):
+    dense = generated(Dense(), form)
+    sparse = generated(plan, form)
+    assert sparse.tokens == dense.tokens
+    assert sparse.stats.sparse_blocks == 0
+    assert sparse.stats.forwards == dense.stats.forwards
+
+
+@pytest.mark.parametrize("query", ["center", "all"])
+def test_without_a_draft_it_selects_as_mage_does(query):
+    """The cache in host memory, MAGE's choice: the same tokens."""
+    ours = generated(dataclasses.replace(SPARSE, query=query, draft=False, dense_layers=1, reduce="max"))
+    mage = generated(Mage(0.3, query=query, min_budget=2, dense_layers=1, reduce="max", normalise="prefix"))
+    assert ours.tokens == mage.tokens
+    assert ours.stats.sparse_blocks == mage.stats.sparse_blocks > 0
+    assert ours.tokens != generated(Dense()).tokens
+
+
+PLANS = [
+    ("sdar", SPARSE),
+    ("sdar", Herald(6, min_budget=0, query="last", reduce="max", sinks=1, recent=2, draft_at=0.75, dense_layers=1)),
+    ("fast_dllm", Herald(0.25, min_budget=3, query="mean", draft_at=0.3)),
+]
+
+
+@pytest.mark.parametrize(("form", "plan"), PLANS, ids=lambda x: x if isinstance(x, str) else x.query)
+def test_equals_the_plain_restatement_row_by_row(form, plan):
+    """Also: whatever the neighbours do, since the restatement has none."""
+    model, prompts = tiny.model(FORMS[form]), tiny.prompts(LENGTHS)
+    result = herald_jax.generate(model, prompts, REQUEST, plan)
+    assert result.tokens == [plain_herald.decode(model, prompt, REQUEST, plan) for prompt in prompts]
+    assert 0 < result.stats.sparse_blocks < result.stats.blocks
+    assert result.tokens != herald_jax.generate(model, prompts, REQUEST, Dense()).tokens
+
+
+def test_streams_the_same_blocks_and_reports_what_it_moved():
+    streamed, stats = [[] for _ in LENGTHS], None
+    for event in herald_jax.stream(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE):
+        if isinstance(event, BlockEvent):
+            streamed[event.row] += event.tokens
+        else:
+            stats = event
+    result = generated(SPARSE)
+    assert streamed == result.tokens
+    assert isinstance(stats, Stats)
+    moved, without = stats.offload, generated(dataclasses.replace(SPARSE, reuse=False)).stats.offload
+    assert moved.fetched_bytes == result.stats.offload.fetched_bytes
+    assert without.reused_bytes == 0
+    assert moved.fetched_bytes + moved.reused_bytes == without.fetched_bytes
+    assert 0 < moved.reused_bytes < without.fetched_bytes
+    assert moved.blocks > 0
+    assert moved.scan_bytes > 0
+    assert any("over PCIe" in line for line in stats.lines())
+
+
+def test_the_pool_holds_the_rows_of_the_host_cache_bit_for_bit():
+    with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
+        run.advance(pause=True)
+        run.advance(pause=True)
+        pipeline, cache = run._pipeline, run._rows.cache
+        assert isinstance(cache, PooledKV)
+        indices, counts = np.asarray(pipeline._held.indices), np.asarray(cache.counts)
+        start = np.asarray(cache.start)
+        for layer, (host_k, host_v) in enumerate(zip(pipeline._host.k, pipeline._host.v, strict=True)):
+            for host, pool in ((host_k, cache.pool.k), (host_v, cache.pool.v)):
+                host, pool = np.asarray(host)[0], np.asarray(pool)[layer]
+                for row, head in np.ndindex(indices.shape[1:3]):
+                    held = indices[layer, row, head]
+                    held = held[held >= 0]
+                    resident = np.arange(start[row], start[row] + FORMS["sdar"].diffusion.block_length)
+                    positions = np.concatenate([held, resident])
+                    assert len(positions) == counts[row]
+                    np.testing.assert_array_equal(pool[row, head, : counts[row]], host[row, head, positions])
+
+
+def test_quantised_keys_select_nearly_the_same():
+    key = jax.random.key(3)
+    k = jax.random.normal(key, (1, 2, 2, 256, 32), jnp.bfloat16)
+    q = jax.random.normal(jax.random.key(4), (1, 2, 2, 3, 32), jnp.bfloat16) * 2
+    lengths = jnp.array([256, 100], jnp.int32)
+    exact = np.stack([host_select.scan(q[0, b], k[0, b], lengths[b], reduce="mean") for b in range(2)])
+    for bits, wanted in ((8, 0.93), (4, 0.75)):
+        keys = herald_jax.device_index.build(k, bits=bits, mesh=None)
+        assert keys.nbytes < k.nbytes * (bits / 16 + 0.1)
+        (scored,) = herald_jax.device_index.score((keys,), q, lengths, reduce="mean", mesh=None)
+        scored = np.asarray(scored)
+        np.testing.assert_allclose(scored.sum(axis=-1), 1.0, atol=1e-3)
+        assert not scored[1, :, 100:].any()
+        for b, head in np.ndindex(2, 2):
+            best, ours = (set(np.argsort(-x[b, head])[:32].tolist()) for x in (exact, scored))
+            assert len(best & ours) / 32 >= wanted
+
+
+def test_the_scan_reads_short_rows_head_by_head_and_leaves_the_rest_zero():
+    k = jax.random.normal(jax.random.key(0), (1, 3, 2, 1024, 16))
+    q = jax.random.normal(jax.random.key(1), (1, 3, 2, 4, 16))
+    lengths = jnp.array([1024, 130, 0], jnp.int32)
+    scanner = host_select.Scanner("max")
+    try:
+        scanned = scanner.submit(q, [k], lengths).result()
+    finally:
+        scanner.close()
+    assert scanned.nbytes == (1024 + 130) * 2 * 16 * 4
+    importance = np.asarray(scanned.importance[0])
+    assert not importance[2].any()
+    for row, length in ((0, 1024), (1, 130)):
+        scores = np.einsum("krd,knd->krn", q[0, row], k[0, row, :, :length]).astype(np.float64) / 4
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = (weights / weights.sum(-1, keepdims=True)).max(axis=1)
+        np.testing.assert_allclose(importance[row, :, :length], wanted, rtol=1e-4, atol=1e-7)
+        assert not importance[row, :, length:].any()
+
+
+def test_an_error_in_the_scan_reaches_the_caller_and_ends_the_threads(monkeypatch):
+    def broken(*args, **kwargs):
+        raise FloatingPointError("the scan broke")
+
+    monkeypatch.setattr(host_select, "scan", broken)
+    with pytest.raises(FloatingPointError, match="the scan broke"):
+        generated(SPARSE)
+    assert not scan_threads()
+
+
+def test_closing_a_stream_ends_the_threads():
+    events = herald_jax.stream(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE)
+    for _ in range(len(LENGTHS) + 1):
+        next(events)
+    assert scan_threads()
+    events.close()
+    assert not scan_threads()
+
+
+def scan_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("herald-scan")]
+
+
+def test_a_nan_ends_its_row_alone():
+    config = FORMS["sdar"]
+    params = jax.tree.map(lambda x: x, tiny.params(config))
+    clean = generated(SPARSE, lengths=(18, 33))
+    table = np.array(params["embed"]["embedding"])
+    poison = next(t for t in range(90) if t not in tiny.prompts((18,))[0] and t not in clean.tokens[0])
+    table[poison] = np.nan
+    params["embed"]["embedding"] = jnp.asarray(table)
+    prompts = tiny.prompts((18, 33))
+    prompts[1][5] = poison
+    result = herald_jax.generate(Model.from_params(config, params), prompts, REQUEST, SPARSE)
+    assert result.tokens[0] == clean.tokens[0]
+    assert set(result.errors) == {1}
+    assert "NaN" in result.errors[1]
+
+
+def test_too_little_host_memory_is_a_sentence_with_both_figures(monkeypatch):
+    monkeypatch.setattr(host_kv, "available", lambda: 10_000)
+    with pytest.raises(GenerationError, match=r"needs 0.0 GB of host memory, but 0.0 GB are available"):
+        generated(SPARSE)
+    monkeypatch.setattr(host_kv, "available", lambda: 10**12)
+    monkeypatch.delenv(host_kv.LIMIT_VARIABLE, raising=False)
+    with pytest.raises(GenerationError, match=f"at most 64 GB; set {host_kv.LIMIT_VARIABLE}=88 before"):
+        host_kv.check_room(80 * 10**9, gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.0}, "budget is 0.0"),
+        ({"query": "middle"}, "query is 'middle'"),
+        ({"selector": "gpu"}, "selector is 'gpu'"),
+        ({"index_bits": 2}, "index_bits is 2"),
+        ({"draft_at": 1.5}, "draft_at is 1.5"),
+        ({"segment": 0}, "segment is 0"),
+        ({"budget": 4, "min_budget": 0, "sinks": 3, "recent": 2}, "sinks and recent are 5"),
+    ],
+)
+def test_impossible_plans_are_refused(options, message):
+    with pytest.raises(GenerationError, match=message):
+        Herald(**options)
+
+
+def test_requests_it_cannot_serve_are_refused():
+    with pytest.raises(GenerationError, match="dense_layers is 3, but the model has 3 layers"):
+        generated(Herald(dense_layers=3))
+    request = dataclasses.replace(REQUEST, block_cache=True)
+    with pytest.raises(GenerationError, match="not with Herald"):
+        generated(SPARSE, "fast_dllm", request)
+    causal = tiny.FORMS["llama"]
+    with pytest.raises(GenerationError, match="no mask token"):
+        herald_jax.generate(tiny.model(causal), tiny.prompts((5,)), REQUEST, SPARSE)
+
+
+def test_a_thousand_blocks_compile_nothing_and_leave_nothing_behind():
+    config = dataclasses.replace(FORMS["sdar"], num_layers=2, max_position_embeddings=8192)
+    config = dataclasses.replace(config, diffusion=dataclasses.replace(config.diffusion, stop_token_ids=()))
+    request = GenerateConfig(max_new_tokens=4100, policy=Threshold(0.0), ignore_stop=True)
+    plan = Herald(8, min_budget=0, selector="split")
+    with _Run(tiny.model(config), tiny.prompts((6,)), request, plan, None, None) as run:
+        seen = []
+        for block in range(1000):
+            run.advance(pause=True)
+            if block in (20, 998):
+                gc.collect()
+                programs = sum(f._cache_size() for f in (offload.denoise, offload.draft, offload.finish, offload.turn))
+                seen.append((len(jax.live_arrays()), threading.active_count(), programs))
+        # The counters of what was moved wait on the device for `settle`: one small array per block.
+        assert seen[1][1:] == seen[0][1:]
+        run._pipeline.settle()
+        gc.collect()
+        assert len(jax.live_arrays()) <= seen[0][0]
