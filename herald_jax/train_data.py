@@ -53,7 +53,7 @@ def fill(document: Document, block: int, end: int) -> None:
 
 
 def story_document(
-    task: str,
+    task: str | Callable[[tasks.Maker], tasks.Story],
     length: int,
     rng: random.Random,
     *,
@@ -63,7 +63,7 @@ def story_document(
     end: int,
     questions: int,
 ) -> Document:
-    """A context of one task with up to `questions` questions about it, at most `length` tokens, in whole blocks.
+    """A context of one task (or story) with up to `questions` questions, at most `length` tokens, in whole blocks.
 
     Each answer is followed by `end` up to the end of its block. Every question but the first begins with some running
     text, so that an answer may begin anywhere in a block.
@@ -73,10 +73,12 @@ def story_document(
         return len(encode(" " + sentence))
 
     preamble = encode(tasks.PREAMBLE)
-    most = max(1, min(questions, tasks.MOST_QUESTIONS.get(task, questions), length // (3 * block)))
+    tell = tasks.TASKS[task] if isinstance(task, str) else task
+    known = tasks.MOST_QUESTIONS.get(task, questions) if isinstance(task, str) else questions
+    most = max(1, min(questions, known, length // (3 * block)))
     asked = 48 + (most - 1) * 2 * block
     budget = max(24, length - len(preamble) - asked - rng.randrange(block))
-    story = tasks.TASKS[task](tasks.Maker(rng, haystack, cost, budget))
+    story = tell(tasks.Maker(rng, haystack, cost, budget))
     document = Document(list(preamble), [0] * len(preamble))
     for part in story.parts:
         ids = encode(" " + part)

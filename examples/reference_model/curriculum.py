@@ -37,7 +37,7 @@ class Curriculum:
         if axis == 0:
             pairs = zip(map(str, rows.LEVELS), total.sum(axis=1), strict=True)
         else:
-            pairs = zip(rows.TASKS, total[self.level], strict=True)
+            pairs = zip(rows.NAMES, total[self.level], strict=True)
         return {name: round(float(right / asked), 3) for name, (asked, right) in pairs if asked > 0}
 
     def update(self, done: float) -> bool:
@@ -46,7 +46,7 @@ class Curriculum:
             return False
         total = np.sum(self._recent, axis=0)[self.level]
         # Counting words is learned late and by other means; it does not hold the others up.
-        others = [i for i, name in enumerate(rows.TASKS) if name != "common_words"]
+        others = [i for i, name in enumerate(rows.NAMES) if name != "common_words"]
         asked, right = total[others].sum(axis=0)
         learned = asked >= 150 and right / asked >= self._advance_at
         # Late in the run the long lengths must have their turn, if retrieval works at all.

@@ -22,8 +22,10 @@ from herald_jax.train_data import Document, choose_blocks, story_document
 BLOCK = 32
 # Lengths of documents, in the order of the curriculum.
 LEVELS = (128, 256, 512, 1024, 2048, 4096, 8192)
-TASKS = tuple(tasks.TASKS)
-TEXT = -1  # the "task" of running text
+# What a document can be: a task by itself, or several in one context.
+NAMES = (*tasks.TASKS, "mixed")
+MIXED = NAMES.index("mixed")
+TEXT = -1  # the "name" of running text
 # Kinds of token: context, answer, filling behind an answer, running text.
 CONTEXT, ANSWER, FILLING, RUNNING = range(4)
 
@@ -113,10 +115,12 @@ class RowMaker:
             if level < 0 or rng.random() < 0.04:
                 document, name = self._text(rng, min(room, 512)), TEXT
             else:
-                name = rng.choices(range(len(TASKS)), _TASK_WEIGHTS)[0]
+                # One question in a long context teaches little for its cost; of several tasks there are many.
+                mixed = LEVELS[level] >= 512 and rng.random() < 0.5
+                name = MIXED if mixed else rng.choices(range(MIXED), _WEIGHTS)[0]
                 document = story_document(
-                    TASKS[name], LEVELS[level], rng, encode=self.encode, haystack=self.haystack, block=block,
-                    end=self.end, questions=1000,
+                    mixed_story if mixed else NAMES[name], LEVELS[level], rng, encode=self.encode,
+                    haystack=self.haystack, block=block, end=self.end, questions=max(2, LEVELS[level] // 160),
                 )  # fmt: skip
             size = len(document.ids)
             here = slice(used, used + size)
@@ -153,11 +157,22 @@ class RowMaker:
         return PackedRows(*(np.stack(column) for column in zip(*made, strict=True)))
 
 
-# Tasks with many questions a context would otherwise crowd out those with one.
-_TASK_WEIGHTS = [
-    {"single_needle": 1.5, "multi_needle": 2.0, "multi_key": 3.0, "fact_qa": 2.0, "common_words": 1.5}.get(name, 2.0)
-    for name in TASKS
-]
+_WEIGHTS = [{"multi_key": 3.0, "common_words": 1.5, "single_needle": 1.5}.get(name, 2.0) for name in tasks.TASKS]
+
+
+def mixed_story(make: tasks.Maker) -> tasks.Story:
+    """Needles of one kind, variables and facts in one context, each in its own order, and all of their questions."""
+    rng = make.rng
+    needles = rng.choice((tasks.multi_key, tasks.multi_needle, tasks.multi_value))
+    shares = ((needles, 0.5), (tasks.variable_tracking, 0.2), (tasks.fact_qa, 0.3))
+    stories = [task(dataclasses.replace(make, budget=int(share * make.budget))) for task, share in shares]
+    order = [i for i, story in enumerate(stories) for _ in story.parts]
+    rng.shuffle(order)
+    parts = [iter(story.parts) for story in stories]
+    questions = [question for story in stories for question in story.questions]
+    rng.shuffle(questions)
+    return tasks.Story([next(parts[i]) for i in order], questions)
+
 
 _maker: RowMaker | None = None
 

@@ -96,7 +96,7 @@ def loss_and_figures(
     asked = answering & jnp.any(answer, axis=-1) & jnp.all(batch.masked | ~answer, axis=-1)
     right = asked & jnp.all(found.hit | ~answer, axis=-1)
     levels = jax.nn.one_hot(packed["level"], len(rows.LEVELS), dtype=jnp.float32)
-    names = jax.nn.one_hot(packed["task"], len(rows.TASKS), dtype=jnp.float32)
+    names = jax.nn.one_hot(packed["task"], len(rows.NAMES), dtype=jnp.float32)
     both = jnp.stack([asked, right], axis=-1).astype(jnp.float32)
     counts = jnp.einsum("bsl,bst,bsc->ltc", levels, names, both, precision="highest")
     split = [jnp.sum(found.nll * found.weight * (kinds == k)) / jnp.maximum(jnp.sum(found.weight * (kinds == k)), 1e-6)

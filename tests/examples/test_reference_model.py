@@ -90,7 +90,7 @@ def test_rows(maker: rows.RowMaker) -> None:
 def test_curriculum_advances_when_answers_are_right() -> None:
     shapes = (rows.Shape(256, 2, 2), rows.Shape(1024, 2, 2))
     learning = curriculum.Curriculum(shapes, 0, advance_at=0.8)
-    counts = np.zeros((len(rows.LEVELS), len(rows.TASKS), 2))
+    counts = np.zeros((len(rows.LEVELS), len(rows.NAMES), 2))
     counts[0, :, 0] = 30
     learning.add(counts)
     assert not learning.update(0.1)
