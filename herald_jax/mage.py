@@ -179,7 +179,10 @@ class MageAttend:
             seen = jnp.where(self.visible > 0, cache.counts[layer][:, None] + t, 0)
             out = self._attention(folded, cache.pool, seen, layer).out
             if measuring:
-                cache = self._measure(layer, folded, cache)
+                quality = self._measure(layer, folded, cache)
+                out, quality = jax.lax.optimization_barrier((out, quality))  # as in `_select`
+                assert cache.quality is not None  # `around` made it
+                cache = dataclasses.replace(cache, quality=cache.quality.at[layer].set(quality))
         else:
             out = self._attention(folded, cache.full, self.visible, layer).out
         return out.reshape(q.shape), cache
@@ -204,9 +207,11 @@ class MageAttend:
             prefix_lengths=self.prefix if prefix_only else None,
         )
 
-    def _measure(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> MageKV:
-        """How the block's selection compares with what this step's own queries would choose, averaged over KV heads."""
-        assert cache.quality is not None  # `around` made it
+    def _measure(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> jax.Array:
+        """Recall and kept mass f32[B, 2]: the block's selection beside what this step's own queries would choose.
+
+        Averaged over KV heads.
+        """
         importance = self._exact(layer, q, cache).importance
         counts, chosen = cache.counts[layer], cache.indices[layer]
         exact = select.pick(self.plan, importance, counts, self.prefix, chosen.shape[-1], self.implementation)
@@ -227,13 +232,18 @@ class MageAttend:
         quality = jnp.stack([recall, mass], axis=-1)
         if self.mesh is not None:
             quality = jax.lax.pmean(quality, "model")
-        return dataclasses.replace(cache, quality=cache.quality.at[layer].set(quality))
+        return quality
 
     def _attention(self, q: jax.Array, kv: DeviceKV, visible: jax.Array, layer: jax.Array, **importance: Any) -> Any:
         return block_attention(q, kv.k, kv.v, visible, layer=layer, implementation=self.implementation, **importance)
 
     def _select(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
-        """Exact attention of one sparse layer, and its selection: into the pool, or into votes when layers share."""
+        """Exact attention of one sparse layer, and its selection: into the indices, or into votes when layers share.
+
+        What the selection reads of the whole cache, it must have read before the next layer writes to that cache in
+        place; otherwise XLA copies all layers of K to keep it readable. The next layer's K and V depend on the output
+        alone, so each barrier below makes the output wait for the selection.
+        """
         plan, prefix = self.plan, self.prefix
         full, t = cache.full, q.shape[1]
         kv_heads, slots = full.k.shape[2:4]
@@ -247,6 +257,7 @@ class MageAttend:
             votes, need = select.votes_and_need(
                 plan, q, full.k[layer], rows, self.visible[:, 0], prefix, min(per_query, slots)
             )
+            out, votes, need = jax.lax.optimization_barrier((out, votes, need))
             cache = dataclasses.replace(
                 cache, votes=cache.votes.at[layer].set(votes), need=cache.need.at[layer].set(need)
             )
@@ -269,6 +280,7 @@ class MageAttend:
             indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
         else:
             indices = select.pick(plan, score, counts, prefix, capacity, self.implementation)
+            out, indices = jax.lax.optimization_barrier((out, indices))
         cache = dataclasses.replace(
             cache, counts=cache.counts.at[layer].set(counts), indices=cache.indices.at[layer].set(indices)
         )
