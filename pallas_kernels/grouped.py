@@ -1,8 +1,9 @@
 """SwiGLU MLPs of many experts, each over the tokens that chose it: the work of a mixture of experts.
 
-The pairs of token and expert are sorted by expert. The plain form hands them to `jax.lax.ragged_dot`, which XLA expands
-on most GPUs into a dense product with every expert; the Mosaic GPU kernel reads the weights of the chosen experts only.
-Nothing is dropped in either: there is no capacity per expert. A pair's result does not depend on the others.
+The pairs of token and expert are laid out by expert, and none is dropped: there is no capacity per expert. A pair's
+result does not depend on the others. The Mosaic GPU kernel and the form for CPUs, a loop over tiles of rows, read the
+weights of the chosen experts only; elsewhere `jax.lax.ragged_dot` does it, which XLA expands into a dense product with
+every expert.
 
 Shape letters: T tokens, E width, X experts, k experts per token, F width of one expert, N = T * k pairs.
 """
@@ -10,7 +11,7 @@ Shape letters: T tokens, E width, X experts, k experts per token, F width of one
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,10 @@ def grouped_mlp(
     return dispatch.run(taken, kernel, _plain, x, chosen, gate_up, down)
 
 
+def _plain(*args: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(*args, cpu=_loop, default=_ragged)
+
+
 # Up to so many pairs their ranks are counted by comparing all with all: one small fusion, where a sort takes longer.
 _COMPARED = 4096
 
@@ -74,7 +79,7 @@ def _ranks(flat: jax.Array, sizes: jax.Array) -> jax.Array:
     return place - (jnp.cumsum(sizes) - sizes)[flat]
 
 
-def _plain(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def _ragged(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     precision = "highest" if x.dtype == jnp.float32 else None
     flat = chosen.reshape(-1)
     sizes = _sizes(flat, gate_up.shape[0])
@@ -91,30 +96,72 @@ def _plain(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array)
     return out[place].reshape(*chosen.shape, -1)
 
 
+ALIGN, ROWS = 8, 64  # where an expert's rows may start; rows of one item of work
+
+
+class _Layout(NamedTuple):
+    """Pairs laid out by expert, and the work they make.
+
+    Attributes:
+      token: i32[R], which token each row holds (row 0's where it is padding). row: i32[N], where each pair is.
+      expert, start, count: i32[I], an item's expert, first row and number of rows, 0 for items that are none.
+      items: i32, how many items there are; they come first, in the order of their rows.
+    """
+
+    token: jax.Array
+    row: jax.Array
+    expert: jax.Array
+    start: jax.Array
+    count: jax.Array
+    items: jax.Array
+
+
+def _lay_out(chosen: jax.Array, experts: int) -> _Layout:
+    """Every expert's rows begin at a multiple of ALIGN, and up to ROWS of them are an item of work."""
+    (pairs, k), flat = (chosen.size, chosen.shape[1]), chosen.reshape(-1)
+    sizes = _sizes(flat, experts)
+    padded = -(-sizes // ALIGN) * ALIGN
+    begin = jnp.cumsum(padded) - padded
+    row = begin[flat] + _ranks(flat, sizes)
+    rows = pairs + (ALIGN - 1) * min(pairs, experts) + ROWS
+    token = jnp.zeros((rows,), jnp.int32).at[row].set(jnp.arange(pairs, dtype=jnp.int32) // k, unique_indices=True)
+    tiles = -(-sizes // ROWS)
+    ends = jnp.cumsum(tiles)
+    item = jnp.arange(min(pairs, experts) + pairs // ROWS, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32), experts - 1)
+    done = (item - (ends - tiles)[expert]) * ROWS
+    count = jnp.where(item < ends[-1], jnp.minimum(sizes[expert] - done, ROWS), 0)
+    start = jnp.where(count > 0, begin[expert] + done, 0)
+    return _Layout(token, row, expert, start, count, ends[-1])
+
+
+def _loop(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    precision = "highest" if x.dtype == jnp.float32 else None
+    laid = _lay_out(chosen, gate_up.shape[0])
+    rows = x[laid.token]
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        at = laid.start[index]
+        tile = jax.lax.dynamic_slice_in_dim(rows, at, ROWS)
+        wide, narrow = (jax.lax.dynamic_index_in_dim(w, laid.expert[index], keepdims=False) for w in (gate_up, down))
+        both = jnp.einsum("re,ecf->rcf", tile, wide, precision=precision)
+        hidden = jax.nn.silu(both[:, 0]) * both[:, 1]
+        done = jnp.matmul(hidden, narrow, precision=precision, preferred_element_type=jnp.float32)
+        # What lies behind an item's rows belongs to the next, which comes later and writes over it.
+        return jax.lax.dynamic_update_slice_in_dim(out, done, at, 0)
+
+    out = jax.lax.fori_loop(0, laid.items, body, jnp.zeros((rows.shape[0], x.shape[1]), jnp.float32))
+    return out[laid.row].reshape(*chosen.shape, -1)
+
+
 def _kernel(
     x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array, *, configs: tuple[Any, Any]
 ) -> jax.Array:
     from pallas_kernels import grouped_mosaic as mosaic  # Mosaic GPU is imported only where a kernel is built
 
-    (pairs, k), experts = (chosen.size, chosen.shape[1]), gate_up.shape[0]
-    flat = chosen.reshape(-1)
-    sizes = _sizes(flat, experts)
-    # Every expert's rows begin where a tile of 8 does, and up to 64 rows at a time are an item of work.
-    padded = -(-sizes // mosaic.ALIGN) * mosaic.ALIGN
-    begin = jnp.cumsum(padded) - padded
-    row = begin[flat] + _ranks(flat, sizes)
-    rows = pairs + (mosaic.ALIGN - 1) * min(pairs, experts) + mosaic.ROWS
-    token = jnp.zeros((rows,), jnp.int32).at[row].set(jnp.arange(pairs, dtype=jnp.int32) // k, unique_indices=True)
-
-    tiles = -(-sizes // mosaic.ROWS)
-    ends = jnp.cumsum(tiles)
-    item = jnp.arange(min(pairs, experts) + pairs // mosaic.ROWS, dtype=jnp.int32)
-    expert = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, experts - 1)
-    done = (item - (ends - tiles)[expert]) * mosaic.ROWS
-    count = jnp.where(item < ends[-1], jnp.minimum(sizes[expert] - done, mosaic.ROWS), 0)
-    start = jnp.where(count > 0, begin[expert] + done, 0)
-
-    hidden = mosaic.matmul(x[token], gate_up, expert, start, count, gated=True, config=configs[0])
-    out = mosaic.matmul(hidden, down, expert, start, count, gated=False, config=configs[1])
-    return out[row].reshape(*chosen.shape, -1).astype(jnp.float32)
+    assert (ALIGN, ROWS) == (mosaic.ALIGN, mosaic.ROWS)
+    laid = _lay_out(chosen, gate_up.shape[0])
+    work = laid.expert, laid.start, laid.count
+    hidden = mosaic.matmul(x[laid.token], gate_up, *work, gated=True, config=configs[0])
+    out = mosaic.matmul(hidden, down, *work, gated=False, config=configs[1])
+    return out[laid.row].reshape(*chosen.shape, -1).astype(jnp.float32)

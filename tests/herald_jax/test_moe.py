@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_experts_against_a_loop_over_tokens(experts: np.ndarray) -> None:
         for weight, expert in zip(weights[b, t], experts[b, t], strict=True):
             gate, up = (x[b, t].astype(np.float64) @ gate_up[expert, :, i] for i in (0, 1))
             expected[b, t] += weight * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
-    found = apply_experts(x, weights, experts.astype(np.int32), gate_up, down)  # type: ignore[arg-type]
+    found = jax.jit(apply_experts)(x, weights, experts.astype(np.int32), gate_up, down)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -75,10 +76,11 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     assert MOE.moe is not None
     weights, experts = route(logits, MOE.moe, jnp.asarray(leaves["layers/1/mlp/router/bias"]))
     matrices = leaves["layers/1/mlp/experts/gate_up"], leaves["layers/1/mlp/experts/down"]
-    together = np.asarray(apply_experts(jnp.asarray(x), weights, experts, *matrices))
+    apply = jax.jit(apply_experts)
+    together = np.asarray(apply(x, weights, experts, *matrices))
     for row in range(3):
         part = slice(row, row + 1)
-        alone = np.asarray(apply_experts(jnp.asarray(x[part]), weights[part], experts[part], *matrices))
+        alone = np.asarray(apply(x[part], weights[part], experts[part], *matrices))
         np.testing.assert_array_equal(alone[0], together[row])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,11 @@ def loop(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -
     return found
 
 
-@pytest.mark.parametrize("shape", [(7, 3, 5, 12, 10), (1, 1, 4, 8, 8), (9, 4, 4, 8, 8)], ids=str)
-def test_plain(shape: tuple[int, ...]) -> None:
-    arguments = case(*shape, "float32")
-    np.testing.assert_allclose(grouped_mlp(*arguments), loop(*arguments), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("form", [grouped_mlp, grouped._ragged], ids=["here", "ragged_dot"])
+@pytest.mark.parametrize(("shape", "crowd"), [((74, 3, 5, 12, 10), 70), ((1, 1, 4, 8, 8), 0)], ids=["many", "one"])
+def test_plain(shape: tuple[int, ...], crowd: int, form: Any) -> None:
+    arguments = case(*shape, "float32", crowd)
+    np.testing.assert_allclose(jax.jit(form)(*arguments), loop(*arguments), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_by_comparison_and_by_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
