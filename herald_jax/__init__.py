@@ -4,6 +4,7 @@ from herald_jax.config import DiffusionContract, GenerateConfig, ModelConfig, Mo
 from herald_jax.denoise import Editing, EntropyBound, Sequential, StaticLowConfidence, Threshold
 from herald_jax.errors import CheckpointError, ConfigError, ConversionError, GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, GenerateResult, generate, stream
+from herald_jax.host_kv import allow_page_locking as _allow_page_locking
 from herald_jax.loading import Model, load
 from herald_jax.plans import Dense, Herald, Mage
 from herald_jax.sharding import make_mesh
@@ -40,3 +41,5 @@ __all__ = [
     "make_mesh",
     "stream",
 ]
+
+_allow_page_locking()

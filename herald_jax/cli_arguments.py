@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from herald_jax import denoise
 from herald_jax.config import DTYPES, GenerateConfig
 from herald_jax.errors import GenerationError
-from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.plans import Dense, Herald, Mage, Plan
 
 # Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
 PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
@@ -27,6 +27,25 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "select_at_step",
                 "selector",
                 "measure",
+            )
+        },
+    ),
+    "herald": (
+        Herald,
+        {
+            name: name
+            for name in (
+                "budget",
+                "min_budget",
+                "query",
+                "reduce",
+                "dense_layers",
+                "selector",
+                "draft",
+                "draft_at",
+                "index_bits",
+                "split",
+                "reuse",
             )
         },
     ),
@@ -136,18 +155,36 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--plan", choices=PLANS, default="dense", help="attention over the prefix (default %(default)s)")
     group.add_argument(
-        "--budget", type=count_or_fraction, metavar="B", help="mage: prefix entries a block may attend to, 512 or 0.05"
+        "--budget",
+        type=count_or_fraction,
+        metavar="B",
+        help="mage, herald: prefix entries a block may attend to, 512 or 0.05",
     )
-    group.add_argument("--min-budget", type=int, metavar="N", help="mage: at least so many entries")
-    group.add_argument("--query", metavar="Q", help="mage: whose attention selects: all, center, first or last")
-    group.add_argument("--reduce", metavar="R", help="mage: mean or max over those queries")
-    group.add_argument("--dense-layers", type=int, metavar="N", help="mage: leading layers that attend to everything")
+    group.add_argument("--min-budget", type=int, metavar="N", help="mage, herald: at least so many entries")
+    group.add_argument(
+        "--query", metavar="Q", help="mage, herald: whose attention selects: all, center, first, last; herald also mean"
+    )
+    group.add_argument("--reduce", metavar="R", help="mage, herald: mean or max over those queries")
+    group.add_argument(
+        "--dense-layers", type=int, metavar="N", help="mage, herald: leading layers that attend to everything"
+    )
     group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
     group.add_argument(
-        "--selector", metavar="S", help="mage: mage, or a baseline: oracle, quest, tidal, random, recent"
+        "--selector",
+        metavar="S",
+        help="mage: mage, or a baseline: oracle, quest, tidal, random, recent; herald: cpu, index, split or auto",
     )
     group.add_argument(
         "--measure", action="store_const", const=True, help="mage: report recall and kept attention with --stats"
+    )
+    group.add_argument(
+        "--draft", action=argparse.BooleanOptionalAction, help="herald: select while the block before is written"
+    )
+    group.add_argument("--draft-at", type=float, metavar="F", help="herald: share of the block revealed at the draft")
+    group.add_argument("--index-bits", type=int, metavar="N", help="herald: 8 or 4, of the index on the device")
+    group.add_argument("--split", type=float, metavar="F", help="herald: share of the layers that 'split' indexes")
+    group.add_argument(
+        "--reuse", action=argparse.BooleanOptionalAction, help="herald: do not fetch again what the last pool held"
     )
 
 

@@ -128,6 +128,17 @@ def check_room(needed: int, *, gpu: bool) -> None:
             )
 
 
+def allow_page_locking() -> None:
+    """Let XLA page-lock as much host memory as there is, unless the user has set a limit.
+
+    Its own limit is 64 GB, whatever the machine, and it is read once, when JAX starts using the GPU: so `import
+    herald_jax` calls this. It allocates nothing.
+    """
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        os.environ.setdefault(LIMIT_VARIABLE, str(total // 10**9))
+
+
 def available() -> int | None:
     """Bytes of host memory that can still be had: the system's, or what the control group leaves. None: unknown."""
     found = []

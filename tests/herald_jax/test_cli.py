@@ -177,6 +177,30 @@ def test_plan_flags(tmp_path, capsys) -> None:
     assert answer["tokens"] == result.tokens[0]
     assert 0 < stats["stats"]["recall"] == pytest.approx(result.stats.recall)
 
+    flags = ["--plan", "herald", "--budget", "4", "--min-budget", "0", "--query", "last", "--selector", "split"]
+    flags += [
+        "--split",
+        "0.4",
+        "--index-bits",
+        "4",
+        "--draft-at",
+        "0.3",
+        "--no-reuse",
+        "--dense-layers",
+        "1",
+        "--stats",
+    ]
+    assert cli.main([deeper, PROMPTS[2], "--json", *flags, *FEW]) == 0
+    plan = herald_jax.Herald(
+        4, min_budget=0, query="last", selector="split", split=0.4, index_bits=4, draft_at=0.3, reuse=False,
+        dense_layers=1,
+    )  # fmt: skip
+    result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), plan)
+    answer, stats = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert answer["tokens"] == result.tokens[0]
+    assert stats["stats"]["offload"]["selector"] == "split"
+    assert stats["stats"]["offload"]["host_bytes"] > 0
+
 
 # --- output -------------------------------------------------------------------------------------------------------
 

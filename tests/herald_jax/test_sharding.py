@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import ConfigError, GenerateConfig, Model, Threshold, generate, make_mesh, stream
+from herald_jax import ConfigError, GenerateConfig, Herald, Model, Threshold, generate, make_mesh, stream
 from herald_jax.config import ModelConfig
 from herald_jax.model import flatten, init_params, param_specs
 from herald_jax.sharding import loading_sharding, normalise_mesh, param_sharding, replication
@@ -209,3 +209,20 @@ def test_random_parameters_are_born_sharded() -> None:
     for path, leaf in flatten(born).items():
         assert leaf.sharding.is_equivalent_to(param_sharding(param_specs(config)[path], mesh), leaf.ndim)
         assert (np.asarray(leaf) == np.asarray(plain[path])).all()
+
+
+def test_herald_on_a_mesh_is_as_on_one_device() -> None:
+    """Each device's heads (and rows) live, and are selected, gathered and appended, in memory of its own."""
+    config = WIDE["sdar"]
+    params = tiny.params(config)
+    plan = Herald(0.3, min_budget=2, selector="split", split=0.5)
+    prompts = [*PROMPTS, *tiny.prompts([30], seed=3)]
+    expected = generate(tiny.model(config), prompts, REQUESTS["greedy"], plan)
+    mesh = make_mesh(data=2, model=2)
+    sharded = Model.from_params(config, params, mesh=mesh)
+    result = generate(sharded, prompts, REQUESTS["greedy"], plan)
+    assert result.tokens == expected.tokens
+    assert result.stats.sparse_blocks == expected.stats.sparse_blocks > 0
+    assert result.stats.offload is not None
+    assert expected.stats.offload is not None
+    assert result.stats.offload.fetched_bytes == expected.stats.offload.fetched_bytes > 0
