@@ -104,7 +104,7 @@ class _Layout(NamedTuple):
 
     Attributes:
       token: i32[R], which token each row holds (row 0's where it is padding). row: i32[N], where each pair is.
-      expert, start, count: i32[I], an item's expert, first row and number of rows, 0 for items that are none.
+      expert, start, filled: i32[I], an item's expert, first row and number of rows, 0 for items that are none.
       items: i32, how many items there are; they come first, in the order of their rows.
     """
 
@@ -112,7 +112,7 @@ class _Layout(NamedTuple):
     row: jax.Array
     expert: jax.Array
     start: jax.Array
-    count: jax.Array
+    filled: jax.Array
     items: jax.Array
 
 
@@ -130,9 +130,9 @@ def _lay_out(chosen: jax.Array, experts: int) -> _Layout:
     item = jnp.arange(min(pairs, experts) + pairs // ROWS, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32), experts - 1)
     done = (item - (ends - tiles)[expert]) * ROWS
-    count = jnp.where(item < ends[-1], jnp.minimum(sizes[expert] - done, ROWS), 0)
-    start = jnp.where(count > 0, begin[expert] + done, 0)
-    return _Layout(token, row, expert, start, count, ends[-1])
+    filled = jnp.where(item < ends[-1], jnp.minimum(sizes[expert] - done, ROWS), 0)
+    start = jnp.where(filled > 0, begin[expert] + done, 0)
+    return _Layout(token, row, expert, start, filled, ends[-1])
 
 
 def _loop(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -161,7 +161,7 @@ def _kernel(
 
     assert (ALIGN, ROWS) == (mosaic.ALIGN, mosaic.ROWS)
     laid = _lay_out(chosen, gate_up.shape[0])
-    work = laid.expert, laid.start, laid.count
+    work = laid.expert, laid.start, laid.filled
     hidden = mosaic.matmul(x[laid.token], gate_up, *work, gated=True, config=configs[0])
     out = mosaic.matmul(hidden, down, *work, gated=False, config=configs[1])
     return out[laid.row].reshape(*chosen.shape, -1).astype(jnp.float32)
