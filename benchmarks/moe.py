@@ -92,20 +92,28 @@ def counting(block: int) -> Iterator[list[int]]:
         jax.clear_caches()
 
 
-def measure_step(config: ModelConfig, params: Params, batch: int, context: int, steps: int) -> tuple[float, float]:
-    """Seconds per step, and how many experts of a layer a step touches on average."""
-    block = config.diffusion.block_length
-    length, key = jnp.full((batch,), context, jnp.int32), jax.random.key(1)
-    cache = random_cache(config, batch, capacity_for(context + block))
-    with counting(block) as counts:
-        cache, _ = jax.block_until_ready(_steps(config, params, cache, length, key, steps=4))
+def _start(config: ModelConfig, batch: int, context: int) -> tuple[DeviceKV, jax.Array, jax.Array]:
+    cache = random_cache(config, batch, capacity_for(context + config.diffusion.block_length))
+    return cache, jnp.full((batch,), context, jnp.int32), jax.random.key(1)
+
+
+def count_touched(config: ModelConfig, params: Params, batch: int, context: int) -> float:
+    """How many experts of a layer a step of `batch` rows touches on average."""
+    with counting(config.diffusion.block_length) as counts:
+        jax.block_until_ready(_steps(config, params, *_start(config, batch, context), steps=4))
+    return float(np.mean(counts))
+
+
+def measure_step(config: ModelConfig, params: Params, batch: int, context: int, steps: int) -> float:
+    """Seconds per step."""
+    cache, length, key = _start(config, batch, context)
     state = [cache]
 
     def run() -> jax.Array:
         state[0], tokens = _steps(config, params, state[0], length, key, steps=steps)
         return tokens
 
-    return common.wall_time(run, [()], repeats=3) / steps, float(np.mean(counts))
+    return common.wall_time(run, [()], repeats=3) / steps
 
 
 def expert_bytes(config: ModelConfig) -> int:
@@ -214,9 +222,12 @@ def main() -> None:
         config, params = SHAPES[name], parameters(SHAPES[name])
         for batch in map(int, options.batches.split(",")):
             add(expert_row(name, batch, params))
-            for thousands in map(int, options.contexts.split(",")):
+            # Once per batch: how many experts the tokens of a block choose hardly depends on what they attend to.
+            contexts = [int(thousands) for thousands in options.contexts.split(",")]
+            touched = count_touched(config, params, batch, contexts[0] * 1024)
+            for thousands in contexts:
                 context = thousands * 1024
-                seconds, touched = measure_step(config, params, batch, context, options.steps)
+                seconds = measure_step(config, params, batch, context, options.steps)
                 floor = step_bytes(config, touched, batch, context) / bandwidth
                 id = f"step/{name}/{thousands}k/b{batch}/over_floor"
                 detail = {"step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "touched_experts": touched}

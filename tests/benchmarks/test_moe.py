@@ -30,9 +30,8 @@ def test_published_sizes() -> None:
 def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", MOE)
     params = moe.parameters(MOE)
-    seconds, touched = moe.measure_step(MOE, params, 2, 40, 2)
-    assert seconds > 0
-    assert 3 < touched <= 8  # more than one token's, for they are routed apart
+    assert moe.measure_step(MOE, params, 2, 40, 2) > 0
+    assert 3 < moe.count_touched(MOE, params, 2, 40) <= 8  # more than one token's, for they are routed apart
     row = moe.expert_row("tiny", 2, params)
     assert row["id"] == "experts/tiny/b2/vs_ragged_dot"
     assert row["detail"]["error"] == 0.0  # here both are ragged_dot
