@@ -16,6 +16,10 @@ from examples.reference_model import rows
 from herald_jax import training
 
 
+# Counting words is learned late and by other means; it does not hold the others up.
+_RETRIEVAL = [i for i, name in enumerate(rows.NAMES) if name != "common_words"]
+
+
 class Curriculum:
     """Which lengths to train on: the top level grows with what has been learned, and with time."""
 
@@ -40,14 +44,18 @@ class Curriculum:
             pairs = zip(rows.NAMES, total[self.level], strict=True)
         return {name: round(float(right / asked), 3) for name, (asked, right) in pairs if asked > 0}
 
+    def stuck(self) -> bool:
+        """Whether the first level is still the present one and its answers are wrong (common words apart)."""
+        if self.level or not self._recent:
+            return False
+        asked, right = np.sum(self._recent, axis=0)[0][_RETRIEVAL].sum(axis=0)
+        return bool(asked >= 150 and right / asked < 0.15)
+
     def update(self, done: float) -> bool:
         """Advance if it is time; `done` is the share of the run's time that has passed. Whether it did."""
         if self.level == self.most or not self._recent:
             return False
-        total = np.sum(self._recent, axis=0)[self.level]
-        # Counting words is learned late and by other means; it does not hold the others up.
-        others = [i for i, name in enumerate(rows.NAMES) if name != "common_words"]
-        asked, right = total[others].sum(axis=0)
+        asked, right = np.sum(self._recent, axis=0)[self.level][_RETRIEVAL].sum(axis=0)
         learned = asked >= 150 and right / asked >= self._advance_at
         # Late in the run the long lengths must have their turn, if retrieval works at all.
         late = asked >= 150 and right / asked >= 0.4 and done > 0.45 + 0.4 * self.level / max(self.most, 1)

@@ -38,6 +38,8 @@ from herald_jax.train_attention import TrainAttend, masked_attention
 # Weight of a token's loss by its kind: context, answer, filling behind an answer, running text.
 WEIGHTS = (0.0, 1.0, 0.1, 0.3)
 SAVE_SECONDS, LOG_SECONDS = 120.0, 20.0
+# A run that has not learned to retrieve at all by then will not do so in the minutes that are left.
+GIVE_UP_SECONDS = 200.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +276,9 @@ class _Trainer:
                 now = time.perf_counter()
                 done = (now - self.started) / self.seconds
                 if done >= 1 or number == self.args.steps:
+                    break
+                if now - begun > GIVE_UP_SECONDS and self.curriculum.stuck():
+                    print("answers are still guessed at the shortest length: stopping", flush=True)
                     break
                 while len(ordered) < 2 * self.args.workers + 2:
                     shape = self.curriculum.shape(asked)

@@ -94,10 +94,12 @@ def test_curriculum_advances_when_answers_are_right() -> None:
     counts[0, :, 0] = 30
     learning.add(counts)
     assert not learning.update(0.1)
+    assert learning.stuck()
     good = counts.copy()
     good[0, :, 1] = 27
     for _ in range(9):
         learning.add(good)
+    assert not learning.stuck()
     assert learning.update(0.1)
     assert learning.level == 1
     assert learning.accuracy(0) == {}
