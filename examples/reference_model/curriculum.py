@@ -15,7 +15,6 @@ import numpy as np
 from examples.reference_model import rows
 from herald_jax import training
 
-
 # Counting words is learned late and by other means; it does not hold the others up.
 _RETRIEVAL = [i for i, name in enumerate(rows.NAMES) if name != "common_words"]
 
