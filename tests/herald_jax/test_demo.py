@@ -11,6 +11,12 @@ from herald_jax import demo
 from tests.data_packages import smollm2_gguf
 
 
+@pytest.fixture(autouse=True)
+def _without_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether the package carries the reference model is each test's own choice."""
+    monkeypatch.setattr(demo, "REFERENCE", tmp_path / "absent")
+
+
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the demo would run, from the module's name on; everything succeeds."""
@@ -29,6 +35,24 @@ def test_converts_then_answers(commands: list[list[str]], tmp_path: Path) -> Non
     model = str(tmp_path / "smollm2-135m")
     assert commands[0] == ["convert", str(smollm2_gguf()), model, "--dtype", "float32"]
     assert [command[:3] for command in commands[1:]] == [["herald_jax.cli", model, prompt] for prompt in demo.PROMPTS]
+
+
+def test_reference_model_is_asked_first(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smollm2_gguf()
+    monkeypatch.setattr(demo, "REFERENCE", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert demo.main(["--directory", str(tmp_path / "models")]) == 0
+    model = str(tmp_path / "models" / "reference")
+    assert commands[0] == ["convert", str(tmp_path), model, "--dtype", "float32"]
+    assert [command[:2] for command in commands[1:3]] == [["herald_jax.cli", model]] * 2
+    assert "mage" in commands[2]
+    assert len(commands) == 3 + 1 + 2
+    questions = (tmp_path / "models" / "questions.txt").read_text().splitlines()
+    assert len(questions) == 3
+    assert all(line.endswith(" Answer:") and 5000 < len(line) < 7000 for line in questions)
+    assert capsys.readouterr().out.count("(expected: ") == 3
 
 
 def test_second_run_does_not_convert_again(commands: list[list[str]], tmp_path: Path) -> None:
