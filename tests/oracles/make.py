@@ -1,4 +1,6 @@
-"""Record the oracle values of `tests/oracles`: `python -m tests.oracles.make [checkpoints|logits|decodes|training|smollm2 ...]`.
+"""Record the oracle values of `tests/oracles`: `python -m tests.oracles.make [PART ...]`.
+
+The parts are checkpoints, logits, decodes, training and smollm2.
 
 Writes, under tests/oracles/data (everything, unless parts are named):
 
