@@ -219,7 +219,7 @@ def test_blocks_that_finish_in_one_step():
         (Mage(dense_layers=3), REQUEST, "dense_layers is 3, but the model has 3 layers; leave some sparse"),
         (Mage(selector="tidal", reselect_layers=(1,)), REQUEST, "reselect_layers names layer 1, but the sparse layers"),
         (Mage(), dataclasses.replace(REQUEST, block_cache=True), "block_cache goes with the dense plan only"),
-        ("mage", REQUEST, "plan is 'mage', but must be Dense() or Mage(...)"),
+        ("mage", REQUEST, "plan is 'mage', but must be Dense(), Mage(...) or Herald(...)"),
     ],
 )
 def test_requests_the_model_cannot_serve_are_refused(plan, request_, sentence):
