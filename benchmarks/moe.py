@@ -187,10 +187,13 @@ def herald_row(name: str, context: int, cap: float, batch: int, new_tokens: int,
     herald = throughput(model, batch, context, new_tokens, Herald())
     rates = [stats.new_tokens / stats.decode_seconds for stats in (dense, herald)]
     weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
-    held = 0 if herald.offload is None else herald.offload.pool_bytes + herald.offload.dense_bytes
+    kept = herald.offload
+    held = weights + (0 if kept is None else kept.pool_bytes + kept.dense_bytes + kept.index_bytes)
+    if held > 0.9 * cap:
+        raise SystemExit(f"HERALD with {batch} rows holds {held / 1e9:.1f} GB, too close to the cap: take fewer rows")
     detail = {
         "cap_gb": cap / 1e9, "dense_rows": dense_batch, "herald_rows": batch, "dense_tokens_per_s": rates[0],
-        "herald_tokens_per_s": rates[1], "herald_device_gb": (weights + held) / 1e9,
+        "herald_tokens_per_s": rates[1], "herald_device_gb": held / 1e9,
     }  # fmt: skip
     id = f"herald/{name}/{context // 1024}k/throughput"
     return common.row(id, rates[1] / rates[0], "x", goal=GOALS.get(id), detail=detail)

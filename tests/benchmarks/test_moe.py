@@ -41,5 +41,9 @@ def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     row = moe.herald_row("tiny", 40, 4e5, 9, 8, params)
     assert row["id"] == "herald/tiny/0k/throughput"
     assert (row["detail"]["dense_rows"], row["detail"]["herald_rows"], row["value"]) == (2, 9, 4.5)
+    big = SimpleNamespace(pool_bytes=4e5, dense_bytes=0, index_bytes=0)
+    monkeypatch.setattr(rate, "offload", big)
+    with pytest.raises(SystemExit, match="HERALD with 9 rows holds 0.0 GB, too close to the cap: take fewer rows"):
+        moe.herald_row("tiny", 40, 4e5, 9, 8, params)
     with pytest.raises(SystemExit, match="tiny with one row of 40 tokens does not fit the cap"):
         moe.herald_row("tiny", 40, 2e5, 3, 8, params)
