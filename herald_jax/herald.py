@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from herald_jax import device_index, host_kv, host_prefill, offload, sharding
+from herald_jax import device_index, host_kv, host_prefill, host_select, offload, sharding
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Policy, Sampling
@@ -51,7 +51,7 @@ class Pipeline:
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
-        self._scanner = Scanner(plan.reduce)
+        self._scanner = Scanner()
         self._index: tuple[QuantisedKeys, ...] = ()
         self._moved: list[jax.Array] = []
         self._choose = plan.selector == "auto" and plan.draft  # not chosen yet
@@ -154,7 +154,7 @@ class Pipeline:
         self.stats.scan_exposed_seconds += exposed
         if self._choose and self.stats.blocks == _MEASURED_BLOCKS:
             self._choose_selector(scanned.seconds, exposed)
-        return rows, scanned.importance
+        return rows, host_select.weigh(scanned.scores, prefix, reduce=self._plan.reduce)
 
     def _choose_selector(self, seconds: float, exposed: float) -> None:
         """For "auto": keep to the CPU what it can finish in time, and index the other layers from the next block on.

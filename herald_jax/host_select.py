@@ -1,8 +1,12 @@
-"""HERALD's selection on the CPU: importances of all prefix entries, from keys read where they lie in host memory.
+"""HERALD's selection on the CPU: every key's score, from keys read where they lie in host memory.
 
 The scan runs on JAX's CPU backend from worker threads, beside the GPU's denoising. It reads the page-locked arrays
 where they are, through NumPy views of their memory that the CPU backend takes without a copy. A scan is over before the
 cache is appended to: the pipeline waits for its result in between.
+
+The CPU multiplies and nothing else. Softmax, mean and top-k are left to the device, which has them done in the time
+that exponentials alone would cost the CPU; the scores that cross PCIe for it are a 32nd of the keys at four queries per
+head and head dim 128.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,23 +28,29 @@ from jax.sharding import PartitionSpec as P
 
 from herald_jax.errors import GenerationError
 
+_F16_MAX = float(np.finfo(np.float16).max)
+
 
 # One thread per call, and many calls at once: on 16 cores that reads keys a third faster than XLA's own threads do.
-@functools.partial(jax.jit, static_argnames="reduce", compiler_options={"xla_cpu_multi_thread_eigen": False})
-def scan(q: jax.Array, k: jax.Array, length: jax.Array, *, reduce: str) -> jax.Array:
-    """Importance f32[K, N] of a row's prefix entries: softmax over the prefix per query, then mean or max over queries.
+@functools.partial(jax.jit, compiler_options={"xla_cpu_multi_thread_eigen": False})
+def scan(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Scores `[N, R]` of one head's keys `k` `[N, D]` by its queries `q` `[R, D]`, over sqrt(D).
 
-    Args:
-      q: `[K, R, D]`, R queries per KV head. k: `[K, N, D]`. length: i32 scalar, entries of the prefix.
-
-    Keys come first in the product, and the transpose is kept apart from it: on the CPU backend that reads bfloat16 keys
-    at twice the speed of the other order, and leaves softmax a contiguous axis (docs/herald.md).
+    In float32 for float32 keys, else in float16: finer than what bfloat16 keys can tell apart, and half the traffic.
     """
-    scores = jnp.einsum("knd,krd->knr", k, q, preferred_element_type=jnp.float32, precision=_precision(q))
-    scores = jax.lax.optimization_barrier(scores)
-    scores = jnp.stack([scores[..., r] for r in range(q.shape[1])], axis=1)
-    scores = jax.lax.optimization_barrier(scores) / q.shape[-1] ** 0.5
-    return softmax_over_prefix(scores, length, reduce)
+    precision = "highest" if q.dtype == jnp.float32 else None
+    scores = jnp.einsum("nd,rd->nr", k, q, preferred_element_type=jnp.float32, precision=precision)
+    scores = scores / q.shape[-1] ** 0.5
+    if k.dtype == jnp.float32:
+        return scores
+    return jnp.clip(scores, -_F16_MAX, _F16_MAX).astype(jnp.float16)
+
+
+@functools.partial(jax.jit, static_argnames="reduce")
+def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str) -> tuple[jax.Array, ...]:
+    """Importance f32[B, K, N] of each layer from its scores `[B, K, N, R]` and i32[B] prefix lengths, on the device."""
+    inside = lengths.reshape(-1, 1, 1, 1)
+    return tuple(softmax_over_prefix(jnp.swapaxes(x, 2, 3).astype(jnp.float32), inside, reduce) for x in scores)
 
 
 def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> jax.Array:
@@ -51,15 +61,11 @@ def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> ja
     return jnp.where(inside[..., 0, :], merged, 0.0)
 
 
-def _precision(q: jax.Array) -> Any:
-    return "highest" if q.dtype == jnp.float32 else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """Importances f32[B, K, N] of each scanned layer, on the device, and the seconds and bytes of K it took."""
+    """Scores `[B, K, N, R]` of each scanned layer, on the device, and the seconds and bytes of K it took."""
 
-    importance: tuple[jax.Array, ...]
+    scores: tuple[jax.Array, ...]
     seconds: float
     nbytes: int
 
@@ -70,8 +76,7 @@ class Scanner:
     `submit` returns at once; an error in any of the threads comes out of the future's result.
     """
 
-    def __init__(self, reduce: str):
-        self._reduce = reduce
+    def __init__(self) -> None:
         try:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
@@ -101,55 +106,42 @@ class Scanner:
         nbytes = 0
         layers: list[list[concurrent.futures.Future[None]]] = []
         for layer, k in enumerate(keys):
-            stage = self._staging(layer, k)
+            stage = self._staging(layer, k, queries.shape[-2])
             parts = []
             for device, view in host_views(k).items():
-                for row, length in enumerate(rows[device]):
-                    here = (asked[device][layer, row], view[0, row], int(length), stage.views[device][row])
-                    parts += [
-                        self._help.submit(self._part, *part) for part in self._cut(*here, len(keys) * len(rows[device]))
-                    ]
+                for row, head in np.ndindex(view.shape[1:3]):
+                    reach = _reach(int(rows[device][row]), view.shape[3])
+                    if reach:
+                        part = (asked[device][layer, row, head], view[0, row, head, :reach])
+                        out = stage.views[device][row, head, :reach]
+                        parts.append(self._help.submit(self._part, *part, out))
                 nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
             layers.append(parts)
-        importance = []
+        scores = []
         for layer, parts in enumerate(layers):
-            for part in parts:
-                part.result()
+            for done in parts:
+                done.result()
             stage = self._stages[layer]
-            importance.append(jax.device_put(stage.array, stage.target, may_alias=False))
-        jax.block_until_ready(importance)  # the staging memory is written again by the next scan
-        return Scanned(tuple(importance), time.perf_counter() - began, nbytes)
+            scores.append(jax.device_put(stage.array, stage.target, may_alias=False))
+        jax.block_until_ready(scores)  # the staging memory is written again by the next scan
+        return Scanned(tuple(scores), time.perf_counter() - began, nbytes)
 
-    def _staging(self, layer: int, k: jax.Array) -> _Stage:
-        """Where one layer's importance waits for its transfer, made once and kept."""
+    def _staging(self, layer: int, k: jax.Array, queries: int) -> _Stage:
+        """Where one layer's scores wait for their transfer, made once and kept."""
         if layer >= len(self._stages):
-            self._stages.append(_Stage(k))
+            self._stages.append(_Stage(k, queries))
         return self._stages[layer]
 
-    def _cut(
-        self, q: np.ndarray, k: np.ndarray, length: int, out: np.ndarray, rows: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, int, np.ndarray]]:
-        """One row's work `[K, R, D]`, `[K, N, D]`, `[K, N]` in parts of contiguous keys.
-
-        Parts are as large as keeps every thread busy six times over. A row much shorter than the cache goes head by
-        head, since only within a head are its entries contiguous: a slice across heads would be copied.
-        """
-        heads, slots = k.shape[:2]
-        out[:] = 0
-        if length == 0:
-            return
-        grain = max(slots // 8, 128)
-        reach = min(-(-length // grain) * grain, slots)
-        size = 1
-        while reach == slots and heads % (2 * size) == 0 and rows * heads // (2 * size) >= 6 * self._threads:
-            size *= 2
-        for h in range(0, heads, size):
-            part = slice(h, h + size)
-            yield q[part], k[part, :reach], length, out[part, :reach]
-
-    def _part(self, q: np.ndarray, k: np.ndarray, length: int, out: np.ndarray) -> None:
+    def _part(self, q: np.ndarray, k: np.ndarray, out: np.ndarray) -> None:
+        """One head's scores into `out`. Within a head entries are contiguous, so a row's length can cut them short."""
         put = functools.partial(jax.device_put, device=self._cpu)
-        out[:] = scan(put(q), put(k), put(np.int32(length)), reduce=self._reduce)
+        out[:] = scan(put(q), put(k))
+
+
+def _reach(length: int, slots: int) -> int:
+    """How many of a head's slots to scan for a prefix of `length`: in eighths, so that few programs serve them all."""
+    grain = max(slots // 8, 128)
+    return min(-(-length // grain) * grain, slots)
 
 
 def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
@@ -174,7 +166,7 @@ def host_views(x: jax.Array) -> dict[Any, np.ndarray]:
 
 
 class _Stage:
-    """Host memory for the importance f32[B, K, N] of one layer whose keys are `k`, and where it goes from there.
+    """Host memory for the scores `[B, K, N, R]` of one layer whose keys are `k`, and where they go from there.
 
     On a GPU it is page-locked, because a transfer from pageable memory runs at a thirtieth of the speed (1.7 against 49
     GB/s, docs/herald.md). JAX's arrays cannot be written by NumPy, so this writes to the buffer's address: only here,
@@ -186,13 +178,14 @@ class _Stage:
       target: where `array` is sent.
     """
 
-    def __init__(self, k: jax.Array):
+    def __init__(self, k: jax.Array, queries: int):
         _, batch, heads, slots, _ = k.shape
+        dtype = np.float32 if k.dtype == jnp.float32 else np.float16
         self.target: Any
         if isinstance(k.sharding, NamedSharding):
-            self.target = NamedSharding(k.sharding.mesh, P(*k.sharding.spec[1:4]))
+            self.target = NamedSharding(k.sharding.mesh, P(*k.sharding.spec[1:4], None))
         else:
             self.target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
         place = self.target.with_memory_kind(k.sharding.memory_kind)
-        self.array = jax.device_put(np.zeros((batch, heads, slots), np.float32), place)
+        self.array = jax.device_put(np.zeros((batch, heads, slots, queries), dtype), place)
         self.views = host_views(self.array)
