@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from herald_jax import mage, pooled, select, sharding
-from herald_jax.cache import DenseAttend, DeviceKV
+from herald_jax.cache import BESIDE_A_CACHE, DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.denoise import Editing, Policy, Prediction, Sampling, predict
 from herald_jax.mage import MageAttend, MageKV
@@ -403,7 +403,7 @@ def mage_blocks(
     return jax.lax.while_loop(inside, later, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",))
+@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",), compiler_options=BESIDE_A_CACHE)
 def run_blocks(
     params: Params,
     rows: Rows,

@@ -24,6 +24,12 @@ from pallas_kernels.fused_rows import Destination, write_kv, write_rows
 
 CACHE_SPEC = P(None, "data", "model", None, None)
 
+# Compiler options of programs that update a large cache in place. XLA counts the cache anew in every loop around it and
+# beside every kernel that writes to it, up to three times. Believing that it does not fit, XLA computes projections
+# twice to keep fewer activations, which are nothing beside the cache: compiled for an H200, those of every layer of an
+# SDAR-8B prefilling 4 rows of 128K. What the program needs in the end is the same to the byte.
+BESIDE_A_CACHE: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)

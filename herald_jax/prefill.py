@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from herald_jax import sharding
-from herald_jax.cache import DenseAttend, DeviceKV
+from herald_jax.cache import BESIDE_A_CACHE, DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.model import Params, bind
 
@@ -30,7 +30,10 @@ def chunk_length(longest: int, limit: int, block_length: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "mesh", "implementation"), donate_argnames=("cache", "last_hidden")
+    jax.jit,
+    static_argnames=("config", "mesh", "implementation"),
+    donate_argnames=("cache", "last_hidden"),
+    compiler_options=BESIDE_A_CACHE,
 )
 def prefill_chunk(
     params: Params,
