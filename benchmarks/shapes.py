@@ -95,6 +95,11 @@ def _nbytes(spec: ParamSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of all parameters."""
+    return sum(_nbytes(spec) for spec in param_specs(config).values())
+
+
 def step_weight_bytes(config: ModelConfig) -> int:
     """Bytes of parameters that one forward of a block must read: everything but the rows of an untied embedding.
 

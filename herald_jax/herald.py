@@ -25,6 +25,7 @@ from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
+from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
 from herald_jax.model import Params
 from herald_jax.offload import Held
@@ -88,17 +89,24 @@ class Pipeline:
             self._params, tokens, lengths, known, config=config, plan=plan, capacity=capacity, longest=longest,
             chunk=chunk, mesh=mesh, implementation=self._options.implementation, on_layer=on_layer,
         )  # fmt: skip
-        self._host, self._index = done.host, tuple(index)
+        return self.adopt(done, lengths, index=tuple(index)), done.last_hidden
+
+    def adopt(self, done: Prefilled, lengths: np.ndarray, *, index: tuple[QuantisedKeys, ...] = ()) -> PooledKV:
+        """Go on from what a prefill of i32[B] `lengths` left (or made as one would). Returns the device's cache.
+
+        `index`: of the leading pooled layers that the device is to score.
+        """
+        mesh, plan = self._options.mesh, self._plan
+        self._host, self._index, self._indexed = done.host, index, len(index)
         self._spare = jax.tree.map(jnp.zeros_like, done.pool)
         place = sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 1)
-        self._held = Held(done.indices, jax.device_put(np.full((batch,), _NEVER, np.int32), place))
+        self._held = Held(done.indices, jax.device_put(np.full(lengths.shape, _NEVER, np.int32), place))
         counts = np.array([plan.entries(int(n)) for n in lengths], np.int32)
         self.stats.host_bytes = self._host.nbytes
         self.stats.pool_bytes = 2 * done.pool.nbytes
         self.stats.dense_bytes = 0 if done.dense is None else done.dense.nbytes
         self.stats.index_bytes = sum(keys.nbytes for keys in self._index)
-        cache = PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), config, mesh)
-        return cache, done.last_hidden
+        return PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), self._options.config, mesh)
 
     def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
         """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""

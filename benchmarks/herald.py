@@ -1,0 +1,275 @@
+"""`python -m benchmarks.herald`: the HERALD plan beside the dense plan, under one cap on device memory.
+
+Random weights in real shapes, bfloat16, blocks of 32 in fixed steps. The device memory that JAX may use is capped for
+both sides alike; the dense plan, the strongest baseline there is here, keeps its KV in device memory and runs the
+largest batch that fits. Caches are filled with random K and V instead of a prefill. Times are wall-clock medians over
+blocks.
+
+What is exposed of a block is its time less that of its own steps and draft, each timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, mage
+from benchmarks.shapes import SHAPES, weight_bytes
+from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, host_kv, select
+from herald_jax import device_index as index_of
+from herald_jax.block_loop import LoopOptions, Rows, first_canvas
+from herald_jax.cache import DeviceKV
+from herald_jax.denoise import Sampling
+from herald_jax.generate import capacity_for
+from herald_jax.herald import Pipeline
+from herald_jax.host_kv import HostKV
+from herald_jax.host_prefill import Prefilled
+from herald_jax.host_select import host_views
+from herald_jax.model import Params, init_params
+from herald_jax.offload import draft
+from herald_jax.pooled import pool_slots
+
+
+def cap_device_memory(gigabytes: float) -> None:
+    """Let JAX use so much of the GPU's memory. Has to come before JAX's first use; without a GPU it does nothing."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+        total = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
+    except (OSError, subprocess.CalledProcessError):
+        return
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(gigabytes * 1e9 / total, 0.95):.4f}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default="sdar8b,fdv2_7b", help="comma-separated; the goals are the first one's")
+    parser.add_argument("--contexts", default="16,32,64,128", help="of the latency part, in units of 1024 tokens")
+    parser.add_argument("--throughput", default="64", help="context of the throughput part, likewise; 0: leave it out")
+    parser.add_argument("--rows", type=int, default=8, help="batch under HERALD in the throughput part")
+    parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are the first one's")
+    parser.add_argument("--cap", type=float, default=40, help="device memory in GB (default %(default)s)")
+    parser.add_argument("--over-cap", type=int, default=256, help="a context beyond the cap, likewise; 0: leave it out")
+    parser.add_argument("--blocks", type=int, default=3, help="timed blocks of each case (default %(default)s)")
+    common.output_option(parser)
+    return parser.parse_args()
+
+
+_GREEDY, _NO_STOPS = Sampling.of(0.0, 0, 1.0), np.array([-1], np.int32)
+GOALS = {
+    "latency/longest/speedup": ">=1.59",
+    "latency/all/worst_speedup": ">=0.95",
+    "throughput/64k/steps32/cpu": ">=2.47",
+    "throughput/64k/steps32/best": ">=4",
+    "throughput/64k/steps10/best": ">=2.5",
+    "pipeline/exposed_fraction": "<=0.05",
+    "selection/cpu/host_bandwidth_fraction": ">=0.85",
+}
+
+
+class Case:
+    """HERALD's state for a shape, batch and capacity, with a cache in host memory that stays the same for all plans."""
+
+    def __init__(self, config: ModelConfig, params: Params, batch: int, longest: int):
+        self.config, self.params, self.batch = config, params, batch
+        self.capacity = capacity_for(longest + 4 * config.diffusion.block_length)
+        self.longest = longest + 64 * config.diffusion.block_length
+        shape = (1, batch, config.num_kv_heads, self.capacity, config.head_dim)
+        make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(config.dtype)))
+        device = DeviceKV(make(jax.random.key(1)), make(jax.random.key(2)))
+        layers = [host_kv.layer_to_host(device, None) for _ in range(config.num_layers)]
+        jax.block_until_ready(layers)
+        self.host = HostKV(tuple(k for k, _ in layers), tuple(v for _, v in layers))
+        self.keys = device.k
+
+    def index(self, bits: int) -> tuple[index_of.QuantisedKeys, ...]:
+        """A quantised copy of every layer's keys (which are alike; the copies are not shared)."""
+        return tuple(index_of.build(self.keys, bits=bits, mesh=None) for _ in range(self.config.num_layers))
+
+    def start(self, plan: Herald, context: int) -> tuple[Pipeline, Rows]:
+        """A pipeline whose rows have `context` tokens behind them."""
+        config, batch, block = self.config, self.batch, self.config.diffusion.block_length
+        pipeline = Pipeline(self.params, LoopOptions(config, plan=plan))
+        pool = DeviceKV.empty(config, batch, pool_slots(plan, self.longest, block))
+        entries = select.pool_capacity(plan, self.longest)
+        chosen = np.full((entries,), -1, np.int32)
+        chosen[: plan.entries(context)] = np.arange(plan.entries(context))
+        indices = jnp.broadcast_to(jnp.asarray(chosen), (config.num_layers, batch, config.num_kv_heads, entries))
+        nothing = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
+        full = np.full((batch,), context, np.int32)
+        index = self.index(plan.index_bits) if plan.selector == "index" else ()
+        cache = pipeline.adopt(Prefilled(self.host, None, pool, indices, nothing), full, index=index)
+        tokens = np.ones((batch, self.capacity), np.int32)
+        rows = first_canvas(
+            self.params, cache, nothing, tokens, full, full, full + 2**20, np.zeros((batch,), bool),
+            jax.random.split(jax.random.key(0), batch), _NO_STOPS, _GREEDY, options=LoopOptions(config, plan=plan),
+        )  # fmt: skip
+        return pipeline, rows
+
+    def measure(self, plan: Herald, context: int, steps: int, blocks: int) -> dict[str, Any]:
+        """Seconds of a block and its parts, and the pipeline's counters, over `blocks` blocks after two more."""
+        pipeline, rows = self.start(plan, context)
+        policy, taken = StaticLowConfidence(min(steps, self.config.diffusion.block_length)), []
+        with pipeline:
+            how = (policy, _GREEDY, _NO_STOPS)
+            for i in range(blocks + 2):
+                if i == 2:
+                    before = dataclasses.replace(pipeline.settle())
+                began = time.perf_counter()
+                rows = pipeline.block(rows, *how, last=False)
+                jax.block_until_ready(rows.length)
+                taken.append(time.perf_counter() - began)
+            stats = pipeline.settle()
+            self.host = pipeline._host  # appended to in place: the arrays that were put in are gone
+            alone = []
+            for _ in range(3):
+                began = time.perf_counter()
+                rows, inside = pipeline._denoise(rows, how, first=True)
+                jax.block_until_ready(inside)
+                alone.append(time.perf_counter() - began)
+            drafting = []
+            for _ in range(3):
+                began = time.perf_counter()
+                rows, queries, _ = draft(self.params, rows, options=pipeline._options)
+                jax.block_until_ready(queries)
+                drafting.append(time.perf_counter() - began)
+        block = statistics.median(taken[2:])
+        own = statistics.median(alone) + statistics.median(drafting[1:])
+        scan = (stats.scan_seconds - before.scan_seconds) / blocks
+        return {
+            "block": block,
+            "own": own,
+            "exposed": max(block - own, 0.0) / block,
+            "scan": scan,
+            "scan_rate": (stats.scan_bytes - before.scan_bytes) / blocks / scan if scan else 0.0,
+            "fetched": (stats.fetched_bytes - before.fetched_bytes) / blocks,
+            "reused": (stats.reused_bytes - before.reused_bytes) / blocks,
+            "stats": stats,
+        }
+
+
+def host_read_bandwidth(host: HostKV) -> float:
+    """Bytes per second at which all cores together can read the cache in host memory (the best of three passes)."""
+    views = [view.reshape(-1).view(np.int64) for k in host.k for view in host_views(k).values()]
+    pieces = [piece for view in views for piece in np.array_split(view, 16)]
+    taken = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in range(3):
+            began = time.perf_counter()
+            list(pool.map(np.max, pieces))
+            taken.append(time.perf_counter() - began)
+    return sum(view.nbytes for view in views) / min(taken)
+
+
+def rows_that_fit(config: ModelConfig, context: int, cap: float) -> int:
+    """The largest batch whose whole cache fits beside the weights, with 1.5 GB left to activations and programs."""
+    per_row = capacity_for(context + 4 * config.diffusion.block_length) * config.kv_bytes_per_token
+    return int((cap - weight_bytes(config) - 1.5e9) // per_row)
+
+
+def main(options: argparse.Namespace) -> None:
+    cap, blocks = options.cap * 1e9, options.blocks
+    out: list[dict[str, Any]] = []
+
+    def add(id: str, value: float, unit: str = "x", **detail: Any) -> None:
+        out.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail or None))
+        print(out[-1]["id"], out[-1]["value"], out[-1].get("detail", ""), flush=True)
+        common.write_results("herald", out, folder=options.out)
+
+    budgets = [float(b) for b in options.budgets.split(",")]
+    for name in options.shapes.split(","):
+        config, first = SHAPES[name], name == options.shapes.split(",")[0]
+        params = init_params(config, jax.random.key(0))
+        dense_block = functools.partial(dense, config, params)
+        contexts = [1024 * int(c) for c in options.contexts.split(",")]
+        case = Case(config, params, 1, max(contexts))
+        speedups, exposed = {}, []
+        for budget in budgets:
+            for context in contexts:
+                got = case.measure(Herald(budget), context, 32, blocks)
+                base = dense_block(1, context).block(32)
+                where = f"{name}/{context // 1024}k/b1/{budget:g}"
+                add(
+                    f"latency_case/{where}/speedup", base / got["block"], block_ms=got["block"] * 1e3,
+                    dense_block_ms=base * 1e3, steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"],
+                    scan_ms=got["scan"] * 1e3, scan_gbs=got["scan_rate"] / 1e9, fetched_bytes=got["fetched"],
+                    reused_bytes=got["reused"],
+                )  # fmt: skip
+                if budget == budgets[0]:
+                    speedups[context] = base / got["block"]
+                    if got["scan"] < got["own"]:
+                        exposed.append(got["exposed"])
+        if first:
+            add("latency/longest/speedup", speedups[max(contexts)])
+            add("latency/all/worst_speedup", min(speedups.values()))
+            if exposed:
+                add("pipeline/exposed_fraction", max(exposed), "", over="cases whose scan is shorter than denoising")
+            rate = host_read_bandwidth(case.host)
+            add(
+                "selection/cpu/host_bandwidth_fraction", got["scan_rate"] / rate, "", host_read_gbs=rate / 1e9,
+                scan_gbs=got["scan_rate"] / 1e9,
+            )  # fmt: skip
+            moved = got["fetched"] / max(got["fetched"] + got["reused"], 1)
+            add("gather/reuse/traffic_fraction", moved, "", note="random weights")
+        del case
+        context = 1024 * int(options.throughput)
+        if context:
+            alone = rows_that_fit(config, context, cap)
+            if alone < 1:
+                raise SystemExit(f"error: not one row of {context} tokens fits {options.cap} GB; choose a larger --cap")
+            case = Case(config, params, options.rows, context)
+            best = {}
+            for steps in (32, 10):
+                base = dense_block(alone, context).block(steps)
+                for plan in (Herald(budgets[0]), Herald(budgets[0], selector="index", index_bits=8)):
+                    if plan.selector == "cpu" and steps != 32:
+                        continue  # the scan does not get shorter with the block
+                    got = case.measure(plan, context, steps, blocks)
+                    gain = (options.rows / got["block"]) / (alone / base)
+                    best[steps] = max(best.get(steps, 0.0), gain)
+                    stats = got["stats"]
+                    add(
+                        f"throughput_case/{name}/{context // 1024}k/steps{steps}/{plan.selector}", gain,
+                        rows=options.rows, dense_rows=alone, block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3,
+                        steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"], scan_ms=got["scan"] * 1e3,
+                        host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes, index_bytes=stats.index_bytes,
+                        cap_bytes=cap,
+                    )  # fmt: skip
+                    if first and plan.selector == "cpu":
+                        add(f"throughput/{context // 1024}k/steps{steps}/cpu", gain)
+                if first:
+                    add(f"throughput/{context // 1024}k/steps{steps}/best", best[steps])
+            del case
+        context = 1024 * options.over_cap
+        if first and context:
+            case = Case(config, params, 1, context)
+            got = case.measure(Herald(budgets[0]), context, 32, 1)
+            stats = got["stats"]
+            add(
+                "context_over_cap/tokens", context, "tokens", host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes,
+                weight_bytes=weight_bytes(config), cap_bytes=cap, block_ms=got["block"] * 1e3,
+            )  # fmt: skip
+            del case
+        del params
+    common.print_rows(out)
+
+
+def dense(config: ModelConfig, params: Params, batch: int, context: int) -> mage.BlockTime:
+    """The dense plan's first and later forwards, its cache in device memory."""
+    return mage.measure(config, params, batch, context, Dense())
+
+
+if __name__ == "__main__":
+    options = _options()
+    cap_device_memory(options.cap)
+    main(options)

@@ -1,0 +1,52 @@
+"""The HERALD benchmark on a tiny shape: every row it promises, from start to end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import common, herald
+from benchmarks.shapes import SHAPES
+from tests.herald_jax import tiny
+from tests.herald_jax.tiny import quick_compilation  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_writes_every_row(tmp_path, monkeypatch) -> None:
+    small = dataclasses.replace(tiny.FORMS["sdar"], max_position_embeddings=4096)
+    monkeypatch.setitem(SHAPES, "tiny", small)
+    options = argparse.Namespace(
+        shapes="tiny",
+        contexts="1",
+        throughput="1",
+        rows=2,
+        budgets="0.05",
+        cap=1.503,
+        over_cap=2,
+        blocks=1,
+        out=tmp_path,
+    )
+    herald.main(options)
+    [path] = tmp_path.glob("herald-*.json")
+    rows = {row["id"]: row for row in json.loads(path.read_text())["rows"]}
+    promised = {
+        "latency/longest/speedup",
+        "latency/all/worst_speedup",
+        "throughput/1k/steps32/cpu",
+        "throughput/1k/steps32/best",
+        "throughput/1k/steps10/best",
+        "selection/cpu/host_bandwidth_fraction",
+        "gather/reuse/traffic_fraction",
+        "context_over_cap/tokens",
+    }
+    assert promised <= rows.keys()
+    case = rows["throughput_case/tiny/1k/steps32/index"]["detail"]
+    assert case["index_bytes"] > 0
+    assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald.capacity_for(1024 + 4 * 4)
+    assert rows["context_over_cap/tokens"]["value"] == 2048
+    assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
+    assert common.row("latency/longest/speedup", 1.6, "x", goal=herald.GOALS["latency/longest/speedup"])["met"]
