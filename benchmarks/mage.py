@@ -5,6 +5,11 @@ step's time does not depend on what the entries say, and a 128K prompt need not 
 one compiled program separate the steps of a block: with a threshold of 0 a block takes one denoising step, with 1 it
 takes 32; the difference is 31 later steps, the rest the first one.
 
+The dense program serves all contexts of a case: its cache has room for the longest, and a step takes the time of what
+it reads, not of what is allocated. The attention kernel cuts what is visible into as many parts at each of these
+lengths, but for one row of Fast-dLLM v2 1.5B at 128K (33, not 32). The sparse programs are compiled for each context:
+importance, choice and pool do take the time of their sizes.
+
 The floor of a step is the bytes it must read (weights once; the pool, or for a dense step the whole cache, once) over
 the measured copy bandwidth, or its matmuls at the measured rate where that takes longer.
 """
@@ -14,8 +19,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
+import os
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +38,7 @@ from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling, predict
 from herald_jax.generate import capacity_for
 from herald_jax.mage import MageKV
-from herald_jax.model import Params, bind, init_params
+from herald_jax.model import Params, bind, init_params, param_specs
 from herald_jax.plans import Plan
 from herald_jax.prefill import prefill
 
@@ -57,17 +65,17 @@ class BlockTime:
 
 def random_cache(config: ModelConfig, batch: int, capacity: int) -> DeviceKV:
     """A cache full of random entries, made layer by layer: no second copy, no float32 one."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def fill(x: jax.Array, key: jax.Array) -> jax.Array:
-        def one(layer: jax.Array, x: jax.Array) -> jax.Array:
-            values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
-            return jax.lax.dynamic_update_index_in_dim(x, values, layer, 0)
-
-        return jax.lax.fori_loop(0, x.shape[0], one, x)
-
     empty = DeviceKV.empty(config, batch, capacity)
-    return DeviceKV(fill(empty.k, jax.random.key(1)), fill(empty.v, jax.random.key(2)))
+    return DeviceKV(_fill(empty.k, jax.random.key(1)), _fill(empty.v, jax.random.key(2)))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(x: jax.Array, key: jax.Array) -> jax.Array:
+    def one(layer: jax.Array, x: jax.Array) -> jax.Array:
+        values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
+        return jax.lax.dynamic_update_index_in_dim(x, values, layer, 0)
+
+    return jax.lax.fori_loop(0, x.shape[0], one, x)
 
 
 def start(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> tuple[Rows, LoopOptions]:
@@ -88,32 +96,43 @@ def start(config: ModelConfig, params: Params, batch: int, context: int, plan: P
     return rows, options
 
 
-@functools.partial(jax.jit, static_argnames=("context", "seeded"), donate_argnames="rows")
-def rewind(rows: Rows, *, context: int, seeded: bool) -> Rows:
-    """The same rows before they wrote anything; the cache's contents do not matter."""
+@functools.partial(jax.jit, static_argnames="seeded", donate_argnames="rows")
+def rewind(rows: Rows, context: jax.Array, *, seeded: bool) -> Rows:
+    """Rows behind a prompt of `context` (i32 scalar) tokens that wrote nothing; the cache's contents do not matter."""
     batch, block = rows.canvas.shape
     zero, off = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool)
     known = jnp.broadcast_to(jnp.arange(block)[None, :] < seeded, rows.known.shape)
     return dataclasses.replace(
-        rows, length=zero + context, ready=zero + context, done=off, step=zero, whole_block=off, fresh=off,
+        rows, prompt_length=zero + context, limit=zero + context + BLOCKS * block,
+        length=zero + context, ready=zero + context, done=off, step=zero, whole_block=off, fresh=off,
         known=known, forwards=zero, commits=zero, blocks=zero, batch_forwards=jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
 
 def measure(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> BlockTime:
     """Time BLOCKS blocks at one step and at 32 steps each; medians of three runs of each."""
-    rows, options = start(config, params, batch, context, plan)
-    taken: dict[float, list[float]] = {0.0: [], 1.0: []}
-    for threshold in (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
-        rows = jax.block_until_ready(rewind(rows, context=context, seeded=config.diffusion.seeded))
-        began = time.perf_counter()
-        rows = run_blocks(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False), options=options)
-        forwards = int(rows.batch_forwards)
-        taken[threshold].append(time.perf_counter() - began)
-    # The last block is not committed: BLOCKS * (steps + 1) - 1 forwards, BLOCKS of them first ones.
-    one, many = (float(np.median(taken[t][1:])) for t in (0.0, 1.0))
-    later = (many - one) / (forwards - (2 * BLOCKS - 1))
-    return BlockTime((one - (BLOCKS - 1) * later) / BLOCKS, later)
+    return measure_contexts(config, params, batch, [context], plan)[context]
+
+
+def measure_contexts(
+    config: ModelConfig, params: Params, batch: int, contexts: Sequence[int], plan: Plan
+) -> dict[int, BlockTime]:
+    """`measure` at several contexts, by one program with room for the longest."""
+    rows, options = start(config, params, batch, max(contexts), plan)
+    found = {}
+    for context in contexts:
+        taken: dict[float, list[float]] = {0.0: [], 1.0: []}
+        for threshold in (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
+            rows = jax.block_until_ready(rewind(rows, np.int32(context), seeded=config.diffusion.seeded))
+            began = time.perf_counter()
+            rows = run_blocks(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False), options=options)
+            forwards = int(rows.batch_forwards)
+            taken[threshold].append(time.perf_counter() - began)
+        # The last block is not committed: BLOCKS * (steps + 1) - 1 forwards, BLOCKS of them first ones.
+        one, many = (float(np.median(taken[t][1:])) for t in (0.0, 1.0))
+        later = (many - one) / (forwards - (2 * BLOCKS - 1))
+        found[context] = BlockTime((one - (BLOCKS - 1) * later) / BLOCKS, later)
+    return found
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
@@ -179,19 +198,18 @@ def floor_of(config: ModelConfig, batch: int, entries: float, bandwidth: float, 
 
 
 def case_rows(
-    name: str, batch: int, context: int, budget: float, params: Params, bandwidth: float, rate: float, *, cudnn: bool
-) -> dict[str, Any]:
-    """Everything measured for one shape, batch and context."""
+    name: str, batch: int, context: int, dense: BlockTime, budget: float, params: Params, bandwidth: float,
+    rate: float, *, cudnn: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything measured for one shape, batch and context, beside the dense plan's times."""
     config = SHAPES[name]
     plan = Mage(budget)
-    dense = measure(config, params, batch, context, Dense())
     sparse = measure(config, params, batch, context, plan)
     layers = config.num_layers
     pool = select.selected_capacity(plan, context)
     entries = (plan.dense_layers * context + (layers - plan.dense_layers) * min(pool, context)) / layers
     gain = dense.later - sparse.later
     return {
-        "dense": dense,
         "sparse": sparse,
         "dense_floor": floor_of(config, batch, context, bandwidth, rate),
         "sparse_floor": floor_of(config, batch, entries, bandwidth, rate),
@@ -200,10 +218,19 @@ def case_rows(
     }
 
 
-def fits(config: ModelConfig, batch: int, context: int, memory: float) -> bool:
-    """Whether weights, cache and pool leave a tenth of the device's memory free."""
-    kv = batch * (context + 4096) * config.kv_bytes_per_token
-    return step_weight_bytes(config) + 1.15 * kv < 0.9 * memory
+def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> int:
+    """Device memory of a case under MAGE, which needs the most: parameters, cache, pool, and what a step works with."""
+    block = config.diffusion.block_length
+    end = context + BLOCKS * block
+    slots = capacity_for(end + block) + select.selected_capacity(plan, end) + block
+    params = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values())
+    logits = 4 * batch * block * config.vocab_size
+    return params + batch * slots * config.kv_bytes_per_token + 4 * logits
+
+
+def fits(config: ModelConfig, batch: int, context: int, plan: Mage, memory: float) -> bool:
+    """Whether a case needs at most 97 % of what JAX may use: the rest is for programs and for gaps between arrays."""
+    return bytes_needed(config, batch, context, plan) < 0.97 * memory
 
 
 # Issue 4's goals, by row id.
@@ -240,6 +267,9 @@ def main() -> None:
     common.output_option(parser)
     options = parser.parse_args()
 
+    # Before JAX's first use: of the three quarters that JAX takes by default, 4 rows of 128K of an 8B need more.
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     bandwidth, rate = common.copy_bandwidth(), matmul_rate()
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
@@ -262,15 +292,22 @@ def main() -> None:
                 detail = {"seconds": seconds, "flops": flops, "matmul_rate": rate}
                 id = f"prefill/{name}/{options.prefill}k/mfu"
                 rows.append(common.row(id, flops / seconds / rate, "", goal=">=0.45", detail=detail))
+        contexts = []
         for thousands in map(int, options.contexts.split(",")):
-            context = thousands * 1024
-            if not fits(config, batch, context, memory):
-                print(f"{name} b{batch} {thousands}k does not fit {memory / 1e9:.0f} GB", flush=True)
-                continue
+            context, plan = thousands * 1024, Mage(options.budget)
+            if fits(config, batch, context, plan, memory):
+                contexts.append(context)
+            else:
+                needed = bytes_needed(config, batch, context, plan)
+                sizes = f"needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
+                print(f"{name} b{batch} {thousands}k does not fit: {sizes}", flush=True)
+        dense_times = measure_contexts(config, params, batch, contexts, Dense()) if contexts else {}
+        for context, dense in dense_times.items():
+            thousands = context // 1024
             cudnn = f"{name}:{batch}:{thousands}" in options.cudnn.split(",")
-            got = case_rows(name, batch, context, options.budget, params, bandwidth, rate, cudnn=cudnn)
+            got = case_rows(name, batch, context, dense, options.budget, params, bandwidth, rate, cudnn=cudnn)
             where = f"{name}/{thousands}k/b{batch}"
-            dense, sparse = got["dense"], got["sparse"]
+            sparse = got["sparse"]
             detail = {
                 "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
                 "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,

@@ -24,6 +24,25 @@ def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
     assert taken.first + taken.later > 0  # one-step blocks took time; their parts may drown in noise here
 
 
+def test_one_dense_program_serves_all_contexts() -> None:
+    config = dataclasses.replace(tiny.FORMS["sdar"], max_position_embeddings=512, num_layers=1)
+    params = init_params(config, jax.random.key(0))
+    before = mage.run_blocks._cache_size()
+    taken = mage.measure_contexts(config, params, 1, [32, 96], Dense())
+    assert list(taken) == [32, 96]
+    assert all(time.first + time.later > 0 for time in taken.values())
+    assert mage.run_blocks._cache_size() == before + 1
+
+
+def test_memory_of_a_case() -> None:
+    """Beside the arguments and temporary memory of the loop compiled for an H200 with XLA's own accounting, in GB."""
+    for name, batch, compiled in (("sdar8b", 4, 116.958 + 0.080), ("fdv2_1.5b", 8, 42.205 + 0.157)):
+        needed = mage.bytes_needed(SHAPES[name], batch, 128 * 1024, Mage(0.05)) / 1e9
+        assert compiled < needed < 1.02 * compiled
+    assert mage.fits(SHAPES["sdar8b"], 4, 128 * 1024, Mage(0.05), 0.95 * 143_771 * 2**20)
+    assert not mage.fits(SHAPES["sdar8b"], 4, 128 * 1024, Mage(0.05), 0.75 * 143_771 * 2**20)
+
+
 def test_what_a_step_must_move() -> None:
     config = SHAPES["sdar8b"]
     assert step_weight_bytes(config) == 15_136_811_008  # models.md's 8B shape without the rows of its embedding
