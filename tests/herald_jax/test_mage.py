@@ -10,9 +10,10 @@ import pytest
 
 import herald_jax
 from herald_jax import BlockEvent, Dense, GenerateConfig, GenerationError, Mage, Threshold, block_loop, select
+from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling, StaticLowConfidence
 from herald_jax.generate import _Run
-from herald_jax.mage import MageKV
+from herald_jax.mage import MageAttend, MageKV
 from herald_jax.model import bind
 from tests.herald_jax import plain_mage, tiny
 from tests.herald_jax.tiny import quick_compilation  # noqa: F401
@@ -189,6 +190,32 @@ def test_no_copy_of_the_cache_or_the_pool_in_the_compiled_loop():
         shape = "f32\\[" + ",".join(map(str, kv.k.shape)) + "\\]"
         assert len(re.findall(f"= {shape}", program)) > 10  # the pattern finds what it looks for
         assert re.findall(f"= {shape}\\S* copy\\(", program) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "layer", "sparse", "waits"),
+    [
+        (Mage(8), 2, False, True),
+        (Mage(8, selector="quest"), 2, False, True),
+        (Mage(8, allocate="layer_adaptive"), 2, False, True),
+        (Mage(8, measure=True), 2, True, True),
+        (Mage(8), 2, True, False),  # reads the pool alone
+        (Mage(8), 1, False, False),  # a dense layer selects nothing
+    ],
+)
+def test_a_layers_output_waits_for_what_reads_the_cache(plan, layer, sparse, waits):
+    """Lowered for its output alone, a layer still selects: else XLA would copy the cache at the next layer's write.
+
+    (On a GPU. The fallback attention reads a slice, which XLA takes in time: no program for a CPU shows that copy.)
+    """
+    config = FORMS["sdar"]
+    cache = MageKV.around(DeviceKV.empty(config, 2, 64), plan, config, 64, None)
+    prefix = jnp.array([20, 30], jnp.int32)
+    attend = MageAttend(prefix, prefix[:, None] + 4, jnp.ones((2, 4), bool), plan, sparse).at(layer)
+    q = jnp.ones((2, 4, config.num_kv_heads, config.group_size, config.head_dim))
+    k = q[:, :, :, 0]
+    program = jax.jit(lambda cache: attend(layer, q, k, k, cache)[0]).lower(cache).as_text()
+    assert ("optimization_barrier" in program) == waits
 
 
 def test_sharded_is_unsharded():
