@@ -1,0 +1,149 @@
+"""The HERALD plan on the card: the host's rows bit for bit, the dense plan's cache, a fetch that runs beside steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.common import rms_error
+from herald_jax import (
+    Dense,
+    GenerateConfig,
+    Herald,
+    Model,
+    ModelConfig,
+    StaticLowConfidence,
+    generate,
+    host_kv,
+    offload,
+)
+from herald_jax.cache import DeviceKV
+from herald_jax.generate import _Run
+from herald_jax.host_select import host_views
+from herald_jax.pooled import PooledKV
+from pallas_kernels.layers import gather_layers, write_layers
+from tests.herald_jax import tiny
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (3, 130, 300, 640)
+REQUEST = GenerateConfig(max_new_tokens=100, policy=StaticLowConfidence(4), ignore_stop=True)
+
+
+def config_of(form: str = "sdar") -> ModelConfig:
+    base = dataclasses.replace(tiny.FORMS[form], num_layers=4, hidden_size=128, head_dim=128, dtype="bfloat16")
+    contract = dataclasses.replace(base.diffusion, block_length=32, small_block_length=8)
+    return dataclasses.replace(base, diffusion=contract, max_position_embeddings=2048)
+
+
+def started(plan: Herald, form: str = "sdar") -> _Run:
+    config = config_of(form)
+    model = Model.from_params(config, tiny.params(config))
+    return _Run(model, tiny.prompts(LENGTHS), REQUEST, plan, None, None)
+
+
+@pytest.mark.parametrize(("batch", "slots"), [(1, 1000), (3, 4104)])
+def test_layers_are_gathered_from_and_written_to_host_memory_bit_for_bit(batch: int, slots: int) -> None:
+    layers, heads, dim, chosen = 3, 2, 128, 77
+    rng = np.random.default_rng(slots)
+    shape = (1, batch, heads, slots, dim)
+    values = [rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2 * layers)]
+    place = host_kv.host_sharding(None)
+    k, v = ([jax.device_put(x, place) for x in half] for half in (values[:layers], values[layers:]))
+    indices = np.sort(rng.integers(-1, slots, (layers, batch, heads, chosen)), axis=-1).astype(np.int32)
+    pool = jnp.zeros((layers, batch, heads, 96, dim), jnp.bfloat16)
+    got = np.asarray(jax.jit(gather_layers)(k, jnp.asarray(indices), pool))
+    for layer, row, head in np.ndindex(layers, batch, heads):
+        for slot, index in enumerate(indices[layer, row, head]):
+            wanted = values[layer][0, row, head, index] if index >= 0 else 0
+            np.testing.assert_array_equal(got[layer, row, head, slot], wanted)
+
+    block = rng.standard_normal((2, layers, batch, heads, 32, dim)).astype(jnp.bfloat16)
+    start = rng.integers(0, slots - 32, batch).astype(np.int32)
+    mask = np.arange(batch) % 2 == 0
+    k, v = write_layers(*map(jnp.asarray, block), jnp.asarray(start), k, v, mask=jnp.asarray(mask))
+    for i, x in enumerate((*k, *v)):
+        assert x.sharding.memory_kind == "pinned_host"
+        expected = values[i].copy()
+        for row in np.flatnonzero(mask):
+            expected[0, row, :, start[row] : start[row] + 32] = block[i // layers, i % layers, row]
+        [view] = host_views(x).values()
+        np.testing.assert_array_equal(view, expected)
+
+
+@pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
+@pytest.mark.parametrize("selector", ["cpu", "index"])
+def test_pools_hold_what_the_host_holds(form: str, selector: str) -> None:
+    with started(Herald(0.2, min_budget=16, selector=selector), form) as run:
+        for _ in range(3):
+            run.advance(pause=True)
+        cache, pipeline = run._rows.cache, run._pipeline
+        assert isinstance(cache, PooledKV)
+        assert pipeline is not None
+        indices, counts, start = (np.asarray(x) for x in (pipeline._held.indices, cache.counts, cache.start))
+        for layer in range(4):
+            for host, pool in ((pipeline._host.k, cache.pool.k), (pipeline._host.v, cache.pool.v)):
+                [view] = host_views(host[layer]).values()
+                held = np.asarray(pool[layer])
+                for row, head in np.ndindex(indices.shape[1:3]):
+                    chosen = indices[layer, row, head]
+                    positions = np.concatenate([chosen[chosen >= 0], np.arange(start[row], start[row] + 32)])
+                    np.testing.assert_array_equal(held[row, head, : counts[row]], view[0, row, head, positions])
+
+
+def test_choosing_everything_leaves_the_dense_plans_cache() -> None:
+    """Of the first block written: later ones may differ where roundings decide a near tie."""
+    with started(Herald(1.0)) as run:
+        run.advance(pause=True)
+        run.advance(pause=True)
+        assert run._pipeline is not None
+        keys = run._pipeline._host.k
+        with _Run(run.model, tiny.prompts(LENGTHS), REQUEST, Dense(), None, None) as dense:
+            dense.advance(pause=True)
+            dense.advance(pause=True)
+            theirs = dense._rows.cache
+            assert isinstance(theirs, DeviceKV)
+            for layer, k in enumerate(keys):
+                [view] = host_views(k).values()
+                for row, length in enumerate(LENGTHS):
+                    whole = length // 32 * 32
+                    if whole:
+                        assert rms_error(view[0, row, :, :whole], theirs.k[layer, row, :, :whole]) < 0.02
+
+
+def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
+    with started(Herald(0.2, min_budget=16)) as run:
+        pipeline, rows = run._pipeline, run._rows
+        assert pipeline is not None
+        batch, heads = len(LENGTHS), run.model.config.num_kv_heads
+        scores = tuple(jnp.zeros((batch, heads, k.shape[3]), jnp.float32) for k in pipeline._host.k)
+        lowered = offload.finish.lower(
+            run.model.params, rows, pipeline._spare, scores, rows.length, pipeline._held, pipeline._host,
+            REQUEST.policy, run._sampling, run._stops, options=run._options,
+        )  # fmt: skip
+        text = lowered.compile().as_text()
+        entry = text[text.index("\nENTRY") :].splitlines()
+        where = {
+            what: [i for i, line in enumerate(entry) if re.search(rf"= .*\b{what}\(", line)]
+            for what in ("call-start", "call-done", "while")
+        }
+        assert len(where["call-start"]) == len(where["call-done"]) == 2
+        [steps] = where["while"]
+        assert max(where["call-start"]) < steps < min(where["call-done"])
+        pool = ",".join(map(str, pipeline._spare.k.shape))
+        assert not re.search(rf"bf16\[{pool}\]\S* copy\(", text)
+
+
+def test_a_run_from_start_to_end() -> None:
+    config = config_of()
+    model = Model.from_params(config, tiny.params(config))
+    plans = [Herald(0.2, min_budget=16), Herald(0.2, min_budget=16, reuse=False)]
+    first, second = (generate(model, tiny.prompts(LENGTHS), REQUEST, plan) for plan in plans)
+    assert first.tokens == second.tokens
+    assert [len(tokens) for tokens in first.tokens] == [100] * 4
+    assert first.stats.offload is not None
+    assert 0 < first.stats.offload.fetched_bytes < second.stats.offload.fetched_bytes  # type: ignore[union-attr]
