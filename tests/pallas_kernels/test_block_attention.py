@@ -230,7 +230,7 @@ PLANS = {
     "chunk": (AttentionConfig(query_chunk=128, warpgroups=1), "no tile of query rows"),
     "tile": (AttentionConfig(kv_tile=96), "kv_tile must be"),
     "stages": (AttentionConfig(stages=1), "stages >= 2"),
-    "shared memory": (AttentionConfig(stages=4), "bytes of shared memory"),
+    "shared memory": (AttentionConfig(stages=4, kv_tile=256), "bytes of shared memory"),
     "ping_pong": (AttentionConfig(warpgroups=1, query_chunk=32, ping_pong=True), "two compute warpgroups"),
 }
 
