@@ -160,12 +160,8 @@ def test_policy_flags(checkpoint, model, capsys, flags: list[str], policy) -> No
 
 def test_plan_flags(tmp_path, capsys) -> None:
     deeper = str(tiny.save(tmp_path / "deeper", num_layers=3))
-    assert cli.main([deeper, PROMPTS[2], "--json", "--plan", "mage", "--budget", "0.5", *FEW]) == 0
     model = herald_jax.load(deeper)
     ids = [model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[2]}])]
-    result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), herald_jax.Mage(0.5))
-    assert json.loads(capsys.readouterr().out)["tokens"] == result.tokens[0]
-
     flags = ["--plan", "mage", "--budget", "4", "--min-budget", "0", "--query", "center", "--reduce", "max"]
     flags += ["--dense-layers", "1", "--select-at-step", "2", "--measure", "--stats"]
     assert cli.main([deeper, PROMPTS[2], "--json", *flags, *FEW]) == 0
