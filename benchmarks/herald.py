@@ -11,7 +11,6 @@ What is exposed of a block is its time less that of its own steps and draft, eac
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import statistics
@@ -101,7 +100,7 @@ class Case:
         config, batch, block = self.config, self.batch, self.config.diffusion.block_length
         pipeline = Pipeline(self.params, LoopOptions(config, plan=plan))
         pool = DeviceKV.empty(config, batch, pool_slots(plan, self.longest, block))
-        entries = select.pool_capacity(plan, self.longest)
+        entries = select.selected_capacity(plan, self.longest)
         chosen = np.full((entries,), -1, np.int32)
         chosen[: plan.entries(context)] = np.arange(plan.entries(context))
         indices = jnp.broadcast_to(jnp.asarray(chosen), (config.num_layers, batch, config.num_kv_heads, entries))
@@ -124,7 +123,7 @@ class Case:
             how = (policy, _GREEDY, _NO_STOPS)
             for i in range(blocks + 2):
                 if i == 2:
-                    before = dataclasses.replace(pipeline.settle())
+                    before = pipeline.settle()
                 began = time.perf_counter()
                 rows = pipeline.block(rows, *how, last=False)
                 jax.block_until_ready(rows.length)

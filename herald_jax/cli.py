@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from herald_jax.cli_arguments import build_request, parser
+from herald_jax.cli_arguments import build_request, fail, parser
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, check_request, stream
@@ -56,21 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except HeraldError as error:
-        return _fail(str(error))
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (HeraldError, OSError) as error:
+        return fail(error)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _fail(
+        return fail(
             "the device ran out of memory; lower --batch-size or --max-new-tokens, or spread the model (--devices)"
         )
-
-
-def _fail(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
-    return 2
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -65,6 +66,22 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
+def fail(error: Exception | str) -> int:
+    """Report what a user can mend, in one sentence; returns the exit status for it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        error = f"{error.filename}: {error.strerror}"
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def add_running(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how a model runs."""
+    group = parser.add_argument_group("running")
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+
+
 def parser() -> argparse.ArgumentParser:
     """All flags."""
     parser = CommandParser(prog="herald-generate", description="Generate text with a converted checkpoint.")
@@ -88,10 +105,7 @@ def parser() -> argparse.ArgumentParser:
     add_decoding(parser)
     add_plan(parser)
 
-    group = parser.add_argument_group("running")
-    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
-    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+    add_running(parser)
 
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -18,7 +18,7 @@ import jax
 from tqdm import tqdm
 
 from herald_jax import cli_arguments, eval_report, metrics, replay, tasks
-from herald_jax.config import DTYPES, GenerateConfig
+from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import check_request, generate
 from herald_jax.loading import Model, load
@@ -265,10 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--replay", type=int, default=0, metavar="N", help="samples of each set to replay with forced tokens"
     )
-    group = parser.add_argument_group("running")
-    group.add_argument("--dtype", choices=DTYPES, help="to compute in (default: the checkpoint's)")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default %(default)s)")
-    group.add_argument("--devices", type=int, default=1, metavar="N", help="spread the model over N devices")
+    cli_arguments.add_running(parser)
     parser.set_defaults(max_new_tokens=tasks.ANSWER_TOKENS)
     return parser
 
@@ -281,20 +278,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
-    except HeraldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        print(f"error: {where}", file=sys.stderr)
-        return 2
+    except (HeraldError, OSError) as error:
+        return cli_arguments.fail(error)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(
-            "error: the device ran out of memory; lower --batch-size, or spread the model (--devices)", file=sys.stderr
-        )
-        return 2
+        return cli_arguments.fail("the device ran out of memory; lower --batch-size, or spread the model (--devices)")
     return 0
 
 

@@ -248,13 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues from the last saved state", file=sys.stderr)
         return 130
-    except HeraldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        print(f"error: {where}", file=sys.stderr)
-        return 2
+    except (HeraldError, OSError) as error:
+        return cli_arguments.fail(error)
     return 0
 
 

@@ -97,9 +97,10 @@ class Pipeline:
         `index`: of the leading pooled layers that the device is to score.
         """
         mesh, plan = self._options.mesh, self._plan
-        self._host, self._index, self._indexed = done.host, index, len(index)
+        self._host, self._index = done.host, index
+        self._indexed = self._wanted = len(index)
         self._spare = jax.tree.map(jnp.zeros_like, done.pool)
-        place = sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 1)
+        place = sharding.batch_place(mesh, 1)
         self._held = Held(done.indices, jax.device_put(np.full(lengths.shape, _NEVER, np.int32), place))
         counts = np.array([plan.entries(int(n)) for n in lengths], np.int32)
         self.stats.host_bytes = self._host.nbytes
@@ -120,9 +121,7 @@ class Pipeline:
         near, far = queries[: self._indexed], queries[self._indexed :]
         scored: tuple[jax.Array, ...] = ()
         if self._index:
-            scored = device_index.score(
-                self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh
-            )  # fmt: skip
+            scored = device_index.score(self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh)
         if self._indexed < self._layers:
             rows, scanned = self._scan_beside(rows, how, far, prefix)
             scored += scanned
@@ -180,7 +179,7 @@ class Pipeline:
         cache = rows.cache
         assert isinstance(cache, PooledKV)
         self._append(cache)
-        if not self._choose and self._plan.selector == "auto" and self._wanted > self._indexed:
+        if self._wanted > self._indexed:
             self._move_to_index()
         pool, counts, self._held, guess = offload.turn(
             spare, cache.outbox, cache.guess, held, prefix, cache.committed, options=self._options

@@ -79,9 +79,10 @@ def prefill(
     batch = tokens.shape[0]
     block = config.diffusion.block_length
     model = bind(config, params)
-    put = (lambda x: jax.device_put(x, sharding.one_device())) if mesh is None else (
-        lambda x: jax.device_put(x, sharding.batch_sharding(mesh, x.ndim))
-    )  # fmt: skip
+
+    def put(x: np.ndarray) -> jax.Array:
+        return jax.device_put(x, sharding.batch_place(mesh, x.ndim))
+
     whole = np.zeros((batch, capacity), np.int32)
     whole[:, : tokens.shape[1]] = tokens[:, :capacity]
     index = np.minimum(lengths[:, None] + np.arange(block)[None, :], capacity - 1)
@@ -100,7 +101,8 @@ def prefill(
     dense = DeviceKV.empty(_layers_of(config, plan.dense_layers), batch, capacity, mesh) if plan.dense_layers else None
     slots = pool_slots(plan, longest, block)
     pool = DeviceKV.empty(_layers_of(config, pooled_layers), batch, slots, mesh)
-    indices = jnp.full((pooled_layers, batch, config.num_kv_heads, select.pool_capacity(plan, longest)), -1, jnp.int32)
+    selected = select.selected_capacity(plan, longest)
+    indices = jnp.full((pooled_layers, batch, config.num_kv_heads, selected), -1, jnp.int32)
     if mesh is not None:
         spec = jax.sharding.NamedSharding(mesh, P(None, "data", "model", None))
         indices = jax.device_put(indices, spec)

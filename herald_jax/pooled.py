@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import DiffusionContract, ModelConfig
 from herald_jax.plans import Herald
-from herald_jax.select import pool_capacity
+from herald_jax.select import selected_capacity
 from pallas_kernels import block_attention
 from pallas_kernels.fused_rows import Destination, write_kv
 
@@ -80,7 +80,7 @@ class PooledKV:
 
 def pool_slots(plan: Herald, longest: int, block: int) -> int:
     """S: slots per head for selected entries, the resident block, and two blocks in progress."""
-    return -(-(pool_capacity(plan, longest) + 3 * block) // 8) * 8  # the attention kernel copies by 8 rows
+    return -(-(selected_capacity(plan, longest) + 3 * block) // 8) * 8  # the attention kernel copies by 8 rows
 
 
 def draft_positions(plan: Herald, contract: DiffusionContract) -> list[int]:

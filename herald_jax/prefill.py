@@ -90,7 +90,7 @@ def prefill(
     `cache.capacity` must hold the longest row rounded up to `chunk`.
     """
     batch = tokens.shape[0]
-    place = sharding.one_device() if mesh is None else sharding.batch_sharding(mesh, 2)
+    place = sharding.batch_place(mesh, 2)
     last_hidden = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype), device=place)
     longest = int(lengths.max(initial=0))
     padded = np.zeros((batch, -(-longest // chunk) * chunk), np.int32)

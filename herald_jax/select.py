@@ -31,17 +31,12 @@ def budget_of(plan: Mage | Herald, prefix: jax.Array) -> jax.Array:
     return jnp.minimum(prefix, jnp.maximum(wanted, max(plan.min_budget, plan.sinks + plan.recent)))
 
 
-def selected_capacity(plan: Mage, longest: int) -> int:
+def selected_capacity(plan: Mage | Herald, longest: int) -> int:
     """P: pool slots for selected entries when no prefix exceeds `longest`."""
     wanted = plan.entries(longest)
-    if plan.allocate == "layer_adaptive":
+    if isinstance(plan, Mage) and plan.allocate == "layer_adaptive":
         wanted = min(longest, int(wanted * plan.layer_spread))
     return -(-max(wanted, 1) // _POOL_GRAIN) * _POOL_GRAIN
-
-
-def pool_capacity(plan: Herald, longest: int) -> int:
-    """P under HERALD: as `selected_capacity`, for budgets that are the same in every layer."""
-    return -(-max(plan.entries(longest), 1) // _POOL_GRAIN) * _POOL_GRAIN
 
 
 def query_rows(plan: Mage | Herald, masked: jax.Array) -> jax.Array:

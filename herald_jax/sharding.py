@@ -112,6 +112,11 @@ def one_device() -> SingleDeviceSharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
+def batch_place(mesh: Mesh | None, ndim: int) -> Any:
+    """Where `[B, ...]` batch state lives, named without a mesh too (see `one_device`)."""
+    return one_device() if mesh is None else batch_sharding(mesh, ndim)
+
+
 def param_sharding(spec: ParamSpec, mesh: Mesh | None) -> Any:
     """Placement of one parameter: by the table on a mesh, else JAX's default device."""
     return one_device() if mesh is None else NamedSharding(mesh, spec_of(spec.axes, spec.shape, mesh))

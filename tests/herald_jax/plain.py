@@ -55,6 +55,13 @@ def quota(block_length: int, steps: int | None, step: int) -> int:
     return block_length // steps + (step < block_length % steps)
 
 
+def odds_of(line: np.ndarray) -> tuple[np.ndarray, float]:
+    """The softmax f64[V] of one position's logits, and its entropy."""
+    odds = np.exp(line.astype(np.float64) - line.max())
+    odds /= odds.sum()
+    return odds, -np.sum(odds * np.log(np.maximum(odds, 1e-300)))
+
+
 def reveal(
     policy: Policy, eligible: Sequence[int], confidence: Any, entropy: Any, step: int, block_length: int
 ) -> set[int]:
@@ -156,12 +163,9 @@ def decode(model: Model, prompt: Sequence[int], key: Any, request: Any, stops: S
             shift = 1 if contract.logit_alignment == "shifted" else 0
             picks, confidence, entropy = {}, {}, {}
             for position in eligible:
-                line = logits[position - shift].astype(np.float64)
-                odds = np.exp(line - line.max())
-                odds /= odds.sum()
+                odds, entropy[position] = odds_of(logits[position - shift])
                 picks[position] = row.pick(logits[position - shift], position, step)
                 confidence[position] = odds[picks[position]]
-                entropy[position] = -np.sum(odds * np.log(np.maximum(odds, 1e-300)))
             for position in reveal(request.policy, eligible, confidence, entropy, step, size):
                 row.put(position, picks[position])
             step += 1

@@ -86,11 +86,9 @@ def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: H
             eligible = [i for i in masked if i < low + small]
             picks, confidence, entropy = {}, {}, {}
             for i in eligible:
-                line = lines[i - shift].astype(np.float64)
-                odds = np.exp(line - line.max()) / np.exp(line - line.max()).sum()
-                picks[i] = int(np.argmax(line))
+                odds, entropy[i] = plain.odds_of(lines[i - shift])
+                picks[i] = int(np.argmax(lines[i - shift]))
                 confidence[i] = odds[picks[i]]
-                entropy[i] = -np.sum(odds * np.log(np.maximum(odds, 1e-300)))
             for i in plain.reveal(request.policy, eligible, confidence, entropy, step, size):
                 canvas[i] = picks[i]
             step += 1

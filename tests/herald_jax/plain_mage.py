@@ -134,11 +134,9 @@ def decode(
             eligible = [i for i in masked if i < low + small]
             picks, confidence, entropy = {}, {}, {}
             for i in eligible:
-                line = np.asarray(logits)[i - shift].astype(np.float64)
-                odds = np.exp(line - line.max()) / np.exp(line - line.max()).sum()
-                picks[i] = int(np.argmax(line))
+                odds, entropy[i] = plain.odds_of(np.asarray(logits)[i - shift])
+                picks[i] = int(np.argmax(np.asarray(logits)[i - shift]))
                 confidence[i] = odds[picks[i]]
-                entropy[i] = -np.sum(odds * np.log(np.maximum(odds, 1e-300)))
             for i in plain.reveal(request.policy, eligible, confidence, entropy, step, size):
                 canvas[i] = picks[i]
             step += 1

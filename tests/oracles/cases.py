@@ -10,6 +10,8 @@ This module needs neither torch nor transformers: the tests of `herald_jax` read
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -140,3 +142,17 @@ def logits_ids(name: str) -> list[int]:
     ids = generator.integers(0, VOCAB, LOGITS_LENGTH).tolist()
     ids[5] = ids[-3] = ids[-1] = MASK
     return ids
+
+
+def assert_as_landed(made: pathlib.Path, kept: pathlib.Path) -> None:
+    """A checkpoint directory that a script has just written is the landed one: same files, same texts, same weights."""
+    from safetensors.numpy import load_file
+
+    files = [{path.name: path for path in root.iterdir()} for root in (made, kept)]
+    assert files[0].keys() == files[1].keys()
+    for file in files[0].keys() - {"model.safetensors"}:
+        assert json.loads(files[0][file].read_text()) == json.loads(files[1][file].read_text()), file
+    tensors, expected = (load_file(named["model.safetensors"]) for named in files)
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(tensors[key], value, rtol=1e-5, atol=1e-6, err_msg=key)

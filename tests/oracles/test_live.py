@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.oracles import cases
+from tests.oracles.cases import assert_as_landed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,19 +52,10 @@ def test_size() -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if path.is_dir()))
 def test_checkpoint(name: str, tmp_path: pathlib.Path) -> None:
     """The script writes the landed directory: same files, same texts, same weights."""
-    from safetensors.numpy import load_file
-
     from tests.oracles import zoo
 
     zoo.write(name, zoo.build(zoo.ZOO[name]), tmp_path)
-    made, kept = ({path.name: path for path in (root / name).iterdir()} for root in (tmp_path, DATA))
-    assert made.keys() == kept.keys()
-    for file in made.keys() - {"model.safetensors"}:
-        assert json.loads(made[file].read_text()) == json.loads(kept[file].read_text()), file
-    tensors, expected = (load_file(files["model.safetensors"]) for files in (made, kept))
-    assert tensors.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_allclose(tensors[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    assert_as_landed(tmp_path / name, DATA / name)
 
 
 def test_logits() -> None:

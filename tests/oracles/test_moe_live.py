@@ -14,6 +14,7 @@ import pytest
 from convert.converter import convert
 from convert.verify import verify
 from tests.oracles import moe_cases
+from tests.oracles.cases import assert_as_landed
 from tests.oracles.moe_cases import DATA
 
 if TYPE_CHECKING:
@@ -32,19 +33,10 @@ def model(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", ["llada2", "sdar-moe"])
 def test_checkpoint(name: str, tmp_path: pathlib.Path) -> None:
     """The script writes the landed directory, and `--verify` accepts its conversion."""
-    from safetensors.numpy import load_file
-
     from tests.oracles import moe
 
     moe.write(name, model(name), tmp_path)
-    made, kept = ({path.name: path for path in (root / name).iterdir()} for root in (tmp_path, DATA))
-    assert made.keys() == kept.keys()
-    for file in made.keys() - {"model.safetensors"}:
-        assert json.loads(made[file].read_text()) == json.loads(kept[file].read_text()), file
-    tensors, expected = (load_file(files["model.safetensors"]) for files in (made, kept))
-    assert tensors.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_allclose(tensors[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    assert_as_landed(tmp_path / name, DATA / name)
     convert(DATA / name, tmp_path / "converted")
     assert verify(DATA / name, tmp_path / "converted").startswith("verified: logits of ")
 
