@@ -26,6 +26,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm, nvvm
 
+from pallas_kernels import overlap
+
 __all__ = ["Lanes", "Real", "Value", "launch"]
 
 # The stubs of these two describe the generated operations, not the hand-written ones that replace them.
@@ -331,6 +333,8 @@ def launch(
 ) -> list[jax.Array]:
     """Runs ``kernel(lanes, *inputs, *updated, *outputs, *shared)`` in ``blocks`` thread blocks.
 
+    Inside ``overlap.overlapped()`` they are launched early; nothing of the kernel runs before the one it follows ended.
+
     Args:
         name: the kernel's name in the lowered program and in profiles.
         threads: per block, a multiple of 128.
@@ -346,7 +350,12 @@ def launch(
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
     varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
 
+    early = overlap.active()
+
     def body(*args: Any) -> None:
+        overlap.begin(early)
+        overlap.wait(early)
+
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
         def per_thread(ctx: Any, *memrefs: Any) -> None:
             del ctx

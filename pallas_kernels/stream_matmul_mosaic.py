@@ -2,7 +2,8 @@
 
 A program computes all tokens against `128 * column_groups` columns, over one share of the contracted axis: a warpgroup
 that only issues TMA copies feeds a ring of weight and token tiles in shared memory; each compute warpgroup multiplies
-64 tokens with 128 of the columns. Weights pass through once, in the layout they are stored in.
+64 tokens with 128 of the columns. Weights pass through once, in the layout they are stored in. Programs of a cluster
+share their token tiles: each fetches a part of them for all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import overlap
 from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED
 
 KERNEL_NAME = "stream_matmul"
@@ -33,11 +35,13 @@ class MatmulConfig:
         column_groups: groups of 128 columns per program (gated: 64 columns of the gate and the same 64 of the other).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
+        cluster: programs of neighbouring columns that share token tiles: so often less the L2 has to deliver them.
     """
 
     column_groups: int
     splits: int
     stages: int
+    cluster: int = 1
 
 
 def smem_bytes(tokens: int, config: MatmulConfig) -> int:
@@ -63,15 +67,27 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> MatmulCon
 def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | None = None) -> jax.Array:
     """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`.
 
-    Raises ValueError for a config that does not fit shared memory or has fewer than two stages.
+    Inside `overlap.overlapped()` w is read before the kernel that precedes this one has ended.
+
+    Raises ValueError for a config that does not fit shared memory, has fewer stages than it needs or splits a gated
+    product, and for a cluster whose programs cannot share the tokens evenly.
     """
     tokens, depth = x.shape
     columns = w.shape[-1]
     if config is None:
         config = make_config(tokens, depth, columns, gated)
-    if config.stages < 2 or smem_bytes(tokens, config) > SMEM_LIMIT or (gated and config.splits > 1):
-        raise ValueError(f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens")
-    c, splits, stages = config.column_groups, config.splits, config.stages
+    early = overlap.active()
+    c, splits, stages, cluster = config.column_groups, config.splits, config.stages, config.cluster
+    least = max(2, -(-tokens // 64))  # each token tile leaves its result in a stage of its own
+    if stages < least or smem_bytes(tokens, config) > SMEM_LIMIT or (gated and splits > 1):
+        raise ValueError(
+            f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens, of which {least} "
+            "stages are the least"
+        )
+    if cluster > 1 and tokens % (8 * cluster):
+        raise ValueError(
+            f"the {cluster} programs of a cluster share token tiles by 8 rows: no multiple of {8 * cluster} is {tokens}"
+        )
     width = COLUMNS // 2 if gated else COLUMNS
     groups = columns // width
     steps = depth // DEPTH
@@ -81,7 +97,11 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     w = w.reshape(depth, halves * columns)
 
     def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done):
-        first_group = lax.axis_index("columns") * c
+        overlap.begin(early)
+        program = lax.axis_index("columns")
+        if cluster > 1:
+            program = program * cluster + lax.axis_index("sharer")
+        first_group = program * c
         split = lax.axis_index("split")
         wg = lax.axis_index("wg")
         first, last = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
@@ -133,30 +153,48 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
         @pl.when(wg == warpgroups)
         def _copy():
 
-            def load(index, wait):
+            def load_tokens(index):
                 slot = lax.rem(index - first, stages)
-                if wait:
-                    plgpu.barrier_wait(free.at[slot])
-                entries = pl.ds(index * DEPTH, DEPTH)
                 for tile in range(token_tiles):
                     rows = min(64, tokens - tile * 64)
                     plgpu.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(tile * 64, rows), entries],
+                        x_ref.at[pl.ds(tile * 64, rows), pl.ds(index * DEPTH, DEPTH)],
                         x_smem.at[slot, tile, pl.ds(0, rows)],
                         ready.at[slot],
+                        collective_axes="sharer" if cluster > 1 else None,
                     )
+
+            def load_weights(index):
+                slot = lax.rem(index - first, stages)
                 for group in range(c):
                     for half in range(halves):
                         plgpu.copy_gmem_to_smem(
-                            w_ref.at[entries, pl.ds(half * columns + column(group), width)],
+                            w_ref.at[pl.ds(index * DEPTH, DEPTH), pl.ds(half * columns + column(group), width)],
                             w_smem.at[slot, group, half],
                             ready.at[slot],
                         )
 
+            def refill(index):
+                plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
+                load_tokens(index)
+                load_weights(index)
+
             filled = jnp.minimum(first + stages, last)
-            pl.loop(first, filled)(lambda index: load(index, False))
-            pl.loop(filled, last)(lambda index: load(index, True))
-            # Nothing depends on this; the interpreter wants every phase that completed to have been seen.
+            if early:
+                # The weights do not depend on the kernel before.
+                pl.loop(first, filled)(load_weights)
+                overlap.wait(early)
+                pl.loop(first, filled)(load_tokens)
+            else:
+
+                @pl.loop(first, filled)
+                def _fill(index):
+                    load_tokens(index)
+                    load_weights(index)
+
+            pl.loop(filled, last)(refill)
+            # The programs of a cluster arrive at each other's barriers: none may end before the last has arrived. Where
+            # there is no cluster nothing depends on this, but the interpreter wants every completed phase to be seen.
             pl.loop(jnp.maximum(first, last - stages), last)(
                 lambda index: plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
             )
@@ -166,8 +204,9 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     return plgpu.kernel(
         body,
         out_type=out,
-        grid=(-(-groups // c), splits),
+        grid=(-(-groups // (c * cluster)), splits),
         grid_names=("columns", "split"),
+        **({"cluster": (cluster,), "cluster_names": ("sharer",)} if cluster > 1 else {}),
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types={
@@ -175,7 +214,9 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
             "w_smem": plgpu.SMEM((stages, c, halves, DEPTH, width), w.dtype, transforms=transforms),
             "ready": plgpu.Barrier(num_arrivals=token_tiles + c * halves, num_barriers=stages),
             "done": plgpu.Barrier(num_arrivals=warpgroups),
-            "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "free": plgpu.ClusterBarrier(collective_axes=("sharer",), num_arrivals=warpgroups, num_barriers=stages)
+            if cluster > 1
+            else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=GATED_KERNEL_NAME if gated else KERNEL_NAME,

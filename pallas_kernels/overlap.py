@@ -1,0 +1,64 @@
+"""Kernels that start before the kernel they follow has ended: CUDA's programmatic dependent launch.
+
+A denoising step is a chain of short kernels, and between two of them the memory idles for 2 to 3 microseconds: the one
+drains, the other is launched, sets up and waits for its first bytes. Inside `overlapped()` the kernels of this package
+are launched as soon as every program of the kernel before has begun, do what does not depend on it (set up barriers,
+fill their ring with weights), and wait for its end before they read or write anything else. What that asks for:
+
+- **Weights are there already.** The `w` of `stream_matmul` and `gated_matmul` is read before the wait, so no kernel of
+  the same program may compute it. Everything else is waited for.
+- **Plain launches.** In a CUDA graph, which XLA makes of long runs of kernels, each of these kernels is a graph of its
+  own and starts when the one before has ended. `COMPILER_OPTIONS` keeps XLA from making graphs.
+- **No such launches of XLA's own.** Its kernels may read what they take for constant before they wait, which is right
+  behind its own kernels but not behind ours. `COMPILER_OPTIONS` turns them off, too.
+
+All kernels wait before their first write, and a kernel has not ended before its wait has, so any kernel may rely on all
+that ran two or more places before it, however early it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+__all__ = ["COMPILER_OPTIONS", "active", "begin", "overlapped", "wait"]
+
+# For `jax.jit(..., compiler_options=)` of a program whose kernels overlap.
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_pdl": False}
+
+_active: contextvars.ContextVar[bool] = contextvars.ContextVar("herald_kernels_overlap", default=False)
+
+
+@contextlib.contextmanager
+def overlapped(on: bool = True) -> Iterator[None]:
+    """Kernels traced inside start early. See the module for what the program around them owes them.
+
+    A matter of tracing: a function jitted and traced outside keeps the form it was traced in.
+    """
+    token = _active.set(on)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active() -> bool:
+    """Whether kernels that are traced now shall start early."""
+    return _active.get()
+
+
+def begin(overlap: bool) -> None:
+    """In a kernel, first thing: lets the next kernel start, as soon as all programs have come here."""
+    if overlap:
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def wait(overlap: bool) -> None:
+    """In a kernel: until the kernel before has ended and what it wrote can be seen."""
+    if overlap:
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        plgpu.griddepcontrol_wait()
