@@ -2,6 +2,11 @@
 
 The scores are computed transposed, KV entries as rows and query rows as columns, so that the sum over query rows runs
 along a thread's own registers. A program handles a chunk of the entries of one KV head against all its query rows.
+
+Per 64 entries and 128 query rows the tensor cores and the exponentials take about 512 cycles each, and at memory speed a
+multiprocessor gets 192 entries of K in about 2,700. So both must overlap: warpgroups that wait for one tile start
+together, share the tensor cores, end together, and then share the exponentials. Here each has tiles and barriers of its
+own, which arrive one after another, and they take turns at the tensor cores.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ KERNEL_NAME = "block_attention_importance"
 
 LOG2E = math.log2(math.e)
 WARPGROUPS = 3  # compute warpgroups; three hide each other's exponentials, and their registers just suffice
-ENTRIES = 64 * WARPGROUPS  # KV entries per step, 64 for each
+TILE = 64  # KV entries of a warpgroup's step
+ENTRIES = TILE * WARPGROUPS  # KV entries per step of the program
 MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
 MAX_STAGES = 4
+TURNS = True  # whether the warpgroups take turns at the tensor cores
 
 
 def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan, *, scale: float, reduce: str):
@@ -52,13 +59,13 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):
     """`f32[B, K, N rounded up to 64]`: the given tiles of query rows against all entries."""
-    padded = -(-p.entries // 64) * 64
+    padded = -(-p.entries // TILE) * TILE
     steps = -(-p.entries // ENTRIES)
     heads = p.batch * p.kv_heads
-    chunk = _chunk(steps, heads)
+    chunks = _chunks(steps, heads)
     row_bytes = p.head_dim * jnp.dtype(p.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - len(tiles) * p.rows * row_bytes
-    stages = max(2, min(chunk, MAX_STAGES, room // (ENTRIES * row_bytes)))
+    stages = max(2, min(-(-steps // chunks), MAX_STAGES, room // (ENTRIES * row_bytes)))
     inputs = {"q": q, "k": k, "lengths": lengths, "bias": bias}
     if layer is not None:
         inputs |= {"layer": layer.reshape(1)}
@@ -66,7 +73,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         inputs |= {"prefix_lengths": prefix_lengths}
     used_inputs, input_tree = jax.tree.flatten(inputs)
 
-    def body(*refs, q_smem, k_smem, q_ready, k_ready, k_free):
+    def body(*refs, q_smem, k_smem, q_ready, k_ready, k_free, turn):
         *in_refs, out_ref = refs
         ins = jax.tree.unflatten(input_tree, in_refs)
         batch, head = divide(lax.axis_index("head"), p.kv_heads)
@@ -74,45 +81,57 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         limit = jnp.clip(ins["lengths"][batch, 0], 0, p.entries)
         if prefix_lengths is not None:
             limit = jnp.clip(ins["prefix_lengths"][batch], 0, limit)
-        first = lax.axis_index("chunk") * chunk
-        last = jnp.minimum(first + chunk, steps)
-        seen = jnp.clip(divide(limit + ENTRIES - 1, ENTRIES)[0], first, last)
-        # The steps [first, seen) run from the end: what the attention read last may still be in the L2.
-        mirror = first + seen - 1
+        # The row's own entries are shared out, not the cache's slots: programs of a row that fills a part of its slots
+        # would otherwise wait for those that have all of it.
+        chunk = lax.axis_index("chunk")
+        seen = divide(limit + ENTRIES - 1, ENTRIES)[0]
+        first, last = (lax.div(seen * (chunk + i), chunks) for i in range(2))
+        # The steps run from the end: what the attention read last may still be in the L2.
+        mirror = first + last - 1
 
         def per_entry(value):
-            return plgpu.layout_cast(jnp.full((64,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
         def load_bias(tile):
             ref = ins["bias"].at[batch, head, tile]
             return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
         def write(index, values):
-            start = index * ENTRIES + wg * 64
+            start = index * ENTRIES + wg * TILE
 
             @pl.when(start < padded)
             def _():
-                out_ref[batch, head, pl.ds(start, 64)] = values
+                out_ref[batch, head, pl.ds(start, TILE)] = values
+
+        def slot_of(index, warpgroup):
+            return divide(index - first, stages)[1] * WARPGROUPS + warpgroup
 
         @pl.when(wg < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(152, action="increase")
             # One tile's bias stays in registers; those of several would not fit and are read again, from the L1.
             held = load_bias(tiles[0]) if len(tiles) == 1 else None
-            row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-            pl.when(first < seen)(lambda: plgpu.barrier_wait(q_ready))
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            next_wg = jnp.where(wg == WARPGROUPS - 1, 0, wg + 1)
+            pl.when(first < last)(lambda: plgpu.barrier_wait(q_ready))
+            if TURNS:
+                pl.when(wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
             def step(index, _):
-                slot = divide(index - first, stages)[1]
+                slot = slot_of(index, wg)
                 plgpu.barrier_wait(k_ready.at[slot])
                 result = per_entry(0.0)
                 for i, tile in enumerate(tiles):
 
                     def scores_of(acc_ref, i=i):
-                        plgpu.wgmma(acc_ref, k_smem.at[slot, pl.ds(wg * 64, 64)], q_smem.at[i].transpose((1, 0)))
+                        if TURNS:
+                            plgpu.barrier_wait(turn.at[wg])
+                        plgpu.wgmma(acc_ref, k_smem.at[slot], q_smem.at[i].transpose((1, 0)))
                         return acc_ref[...]
 
-                    s = pl.run_scoped(scores_of, plgpu.ACC((64, p.rows), jnp.float32))
+                    s = pl.run_scoped(scores_of, plgpu.ACC((TILE, p.rows), jnp.float32))
+                    if TURNS:
+                        plgpu.barrier_arrive(turn.at[next_wg])
                     if i == len(tiles) - 1:
                         plgpu.barrier_arrive(k_free.at[slot])
                     bias = load_bias(tile) if held is None else held
@@ -122,13 +141,15 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                     else:
                         result += weights.sum(axis=1)
                 index = mirror - index
-                write(index, jnp.where(row < limit - index * ENTRIES - wg * 64, result, 0.0))
+                write(index, jnp.where(row < limit - index * ENTRIES - wg * TILE, result, 0.0))
 
             def clear(index, _):
                 write(index, per_entry(0.0))
 
-            lax.fori_loop(first, seen, step, None)
-            lax.fori_loop(seen, last, clear, None)
+            lax.fori_loop(first, last, step, None)
+            if TURNS:
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # no phase is left open
+            lax.fori_loop(*(seen + lax.div((steps - seen) * (chunk + i), chunks) for i in range(2)), clear, None)
 
         def _load_all():
             for i, tile in enumerate(tiles):
@@ -138,46 +159,50 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                         plgpu.copy_gmem_to_smem(ins["q"].at[where], q_smem.at[i, start], q_ready)
 
             def load(index, wait):
-                slot = divide(index - first, stages)[1]
-                where = (batch, head, pl.ds((mirror - index) * ENTRIES, ENTRIES))
-                where = where if layer is None else (ins["layer"][0], *where)
-                if wait:
-                    plgpu.barrier_wait(k_free.at[slot])
-                plgpu.copy_gmem_to_smem(ins["k"].at[where], k_smem.at[slot], k_ready.at[slot])
+                for warpgroup in range(WARPGROUPS):
+                    slot = slot_of(index, warpgroup)
+                    # A tile behind the last one is read by nobody, but its warpgroup waits for it.
+                    start = jnp.minimum((mirror - index) * ENTRIES + warpgroup * TILE, padded - TILE)
+                    where = (batch, head, pl.ds(start, TILE))
+                    where = where if layer is None else (ins["layer"][0], *where)
+                    if wait:
+                        plgpu.barrier_wait(k_free.at[slot])
+                    plgpu.copy_gmem_to_smem(ins["k"].at[where], k_smem.at[slot], k_ready.at[slot])
 
-            filled = jnp.minimum(first + stages, seen)
+            filled = jnp.minimum(first + stages, last)
             pl.loop(first, filled)(functools.partial(load, wait=False))
-            pl.loop(filled, seen)(functools.partial(load, wait=True))
+            pl.loop(filled, last)(functools.partial(load, wait=True))
 
         @pl.when(wg == WARPGROUPS)
         def _copy():
             plgpu.set_max_registers(40, action="decrease")
-            pl.when(first < seen)(_load_all)
+            pl.when(first < last)(_load_all)
 
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((p.batch, p.kv_heads, padded), jnp.float32),
-        grid=(-(-steps // chunk), heads),
+        grid=(chunks, heads),
         grid_names=("chunk", "head"),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types={
             "q_smem": plgpu.SMEM((len(tiles), p.rows, p.head_dim), p.dtype, transforms=transforms),
-            "k_smem": plgpu.SMEM((stages, ENTRIES, p.head_dim), p.dtype, transforms=transforms),
+            "k_smem": plgpu.SMEM((stages * WARPGROUPS, TILE, p.head_dim), p.dtype, transforms=transforms),
             "q_ready": plgpu.Barrier(num_arrivals=len(tiles) * p.warpgroups * p.slabs_per_warpgroup),
-            "k_ready": plgpu.Barrier(num_barriers=stages),
-            "k_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            "k_ready": plgpu.Barrier(num_barriers=stages * WARPGROUPS),
+            "k_free": plgpu.Barrier(num_barriers=stages * WARPGROUPS),
+            "turn": plgpu.Barrier(num_barriers=WARPGROUPS),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,
     )(*used_inputs)
 
 
-def _chunk(steps: int, heads: int) -> int:
-    """Steps per program with which the last program ends soonest; starting one costs about two steps."""
+def _chunks(steps: int, heads: int) -> int:
+    """Programs per KV head with which the last program ends soonest; starting one costs about two steps."""
 
-    def cost(chunk):
-        return -(-(-(-steps // chunk) * heads) // PROCESSORS) * (chunk + 2)
+    def cost(chunks):
+        return -(-chunks * heads // PROCESSORS) * (-(-steps // chunks) + 2)
 
     return min(range(1, steps + 1), key=cost)

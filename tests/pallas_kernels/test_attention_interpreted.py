@@ -95,3 +95,17 @@ def test_importance_of_many_queries(interpreted):
     result = run(interpreted, p, case, chosen, None, Importance("max"), splits=2, stages=2)
     check_output(result, p, case)
     check_importance(result.importance, p, chosen, reduce="max")
+
+
+def test_importance_of_many_queries_in_turns(interpreted, monkeypatch):
+    """One program of a row that fills a part of its slots: tiles in flight are used again, the rest is cleared."""
+    from pallas_kernels import importance_mosaic
+
+    monkeypatch.setattr(importance_mosaic, "MAX_STAGES", 2)
+    monkeypatch.setattr(importance_mosaic, "_chunks", lambda steps, heads: 1)
+    case = Case(((500,), (0,)), queries=8, kv_heads=1, entries=800, head_dim=64)
+    p = make(case)
+    prefix = jnp.asarray([492, 0])
+    chosen = jnp.asarray([[1, 0, 0, 1, 1, 0, 0, 1]] * 2, bool)
+    result = run(interpreted, p, case, chosen, prefix, Importance("mean", "prefix"), splits=1)
+    check_importance(result.importance, p, chosen, reduce="mean", prefix=prefix)
