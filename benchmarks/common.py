@@ -1,9 +1,4 @@
-"""What every benchmark shares: device time of short kernels, the machine's description, and the results files.
-
-Device time is read from the profiler: the durations of the kernels (and copies) that one call put on the GPU, summed.
-It leaves out launch overhead on the host, so a kernel of a few microseconds is not hidden behind Python. Without a GPU,
-or when the profiler yields nothing, wall time of blocking calls is used instead, and `Time.how` says so.
-"""
+"""What every benchmark shares: the machine's description, the results files, and `stopwatch`'s and `sizes`' names."""
 
 from __future__ import annotations
 
@@ -12,19 +7,18 @@ import datetime
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.sizes import L2_BYTES, input_sets
+from benchmarks.stopwatch import Stopwatch, Time, wall_time
 
 __all__ = [
     "L2_BYTES",
@@ -39,74 +33,26 @@ __all__ = [
     "print_rows",
     "rms_error",
     "row",
+    "stage",
     "versions",
     "wall_time",
     "write_results",
 ]
 
 RESULTS = Path(__file__).parent / "results"
+_BEGAN = time.perf_counter()
 
 
-class Time(NamedTuple):
-    """Median seconds of one call, how it was measured, and the kernels of one call as (name, seconds)."""
-
-    seconds: float
-    how: str
-    kernels: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def us(self) -> float:
-        return self.seconds * 1e6
+def stage(text: str) -> None:
+    """Says on standard error what is done, and when: seconds since the benchmark began."""
+    print(f"[{time.perf_counter() - _BEGAN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def device_time(fn: Callable[..., Any], inputs: Sequence[tuple], *, repeats: int = 20, warmup: int = 2) -> Time:
-    """Median device time of `fn(*args)`, taking `args` from `inputs` in turn.
-
-    `fn` must be compiled once for all of `inputs` (they differ in values only). Give several inputs when one call reads
-    less than a few times the L2, or repeated calls measure the cache.
-    """
-    for i in range(max(warmup, min(len(inputs), 4))):
-        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
-    if jax.default_backend() != "gpu":
-        return Time(wall_time(fn, inputs, repeats=repeats), "wall")
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([fn(*inputs[i % len(inputs)]) for i in range(repeats)])
-        [trace] = Path(folder).rglob("*.xplane.pb")
-        events = _gpu_events(jax.profiler.ProfileData.from_file(str(trace)))
-    if not events:
-        return Time(wall_time(fn, inputs, repeats=repeats), "wall")
-    per_call, rest = divmod(len(events), repeats)
-    if rest:  # calls that launch different kernels cannot be told apart
-        return Time(sum(seconds for _, seconds in events) / repeats, "profiler, mean")
-    calls = [events[i * per_call : (i + 1) * per_call] for i in range(repeats)]
-    kernels = tuple((calls[0][j][0], statistics.median(call[j][1] for call in calls)) for j in range(per_call))
-    return Time(statistics.median(sum(seconds for _, seconds in call) for call in calls), "profiler", kernels)
-
-
-def _gpu_events(profile: Any) -> list[tuple[str, float]]:
-    """(name, seconds) of everything that ran on the GPU's streams, in order of start."""
-    events = [
-        (event.start_ns, event.name, event.duration_ns * 1e-9)
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    return [(name, seconds) for _, name, seconds in sorted(events)]
-
-
-def wall_time(fn: Callable[..., Any], inputs: Sequence[tuple], *, repeats: int = 20, warmup: int = 1) -> float:
-    """Median wall-clock seconds of one call, waiting for its result."""
-    for i in range(warmup):
-        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
-    seconds = []
-    for i in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(fn(*inputs[i % len(inputs)]))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    """`Stopwatch.time` in a session of its own, which costs most of a second: share one where there are several."""
+    with Stopwatch() as watch:
+        taken = watch.time(fn, inputs, repeats=repeats, warmup=warmup)
+    return taken.time
 
 
 def copy_bandwidth(nbytes: int = 2**31) -> float:
@@ -229,7 +175,10 @@ def run_part(rows: Callable[[dict[str, Any]], list[dict]], description: str | No
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine; writes no results")
     output_option(parser)
     options = parser.parse_args()
-    found = rows({"copy_bandwidth": copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick})
+    context: dict[str, Any] = {"quick": options.quick}
+    if not options.quick:
+        context["save"] = lambda found: write_results("kernels", found, folder=options.out)
+    found = rows(context | {"copy_bandwidth": copy_bandwidth(2**20 if options.quick else 2**31)})
     if not options.quick:
         write_results("kernels", found, folder=options.out)
     print_rows(found)

@@ -20,6 +20,7 @@ import numpy as np
 import herald_jax
 from benchmarks import common
 from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
+from benchmarks.stopwatch import gpu_events
 from herald_jax.model import init_params
 
 CASES = [
@@ -54,7 +55,7 @@ def profile(model: herald_jax.Model, batch: int, context: int) -> dict[str, Any]
         with jax.profiler.trace(folder):
             measure(model, batch, context, block, None)
         [trace] = Path(folder).rglob("*.xplane.pb")
-        events = common._gpu_events(jax.profiler.ProfileData.from_file(str(trace)))
+        events = gpu_events(jax.profiler.ProfileData.from_file(str(trace)))
     total: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
     for name, seconds in events:
         total[name][0] += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import Any
 
 from benchmarks import common
 
@@ -21,11 +22,17 @@ def main() -> None:
     options = parser.parse_args()
     context = {"copy_bandwidth": common.copy_bandwidth(2**20 if options.quick else 2**31), "quick": options.quick}
     print(f"{common.device_name()}: copy bandwidth {context['copy_bandwidth'] / 1e12:.2f} TB/s")
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        """Writes what earlier parts and this one have so far: a run that is cut short keeps it."""
+        if not options.quick:
+            common.write_results("kernels", found + rows, folder=options.out)
+
     for part in options.only or PARTS:
-        found += importlib.import_module(f"benchmarks.kernels_{part}").rows(context)
-        if not options.quick:  # after every part: a run that is cut short keeps what it has
-            common.write_results("kernels", found, folder=options.out)
+        found += importlib.import_module(f"benchmarks.kernels_{part}").rows(context | {"save": save})
+        save([])
+        common.stage(f"{part}: done")
     common.print_rows(found)
 
 

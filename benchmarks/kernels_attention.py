@@ -5,21 +5,27 @@
 The floor of a case is the bytes of K and V over the bandwidth of a large device copy measured in the same run; for
 short pools at least 6 us, about what two launches take. Peers: PyTorch's SDPA (flash and cudnn) in a process of its own
 on every case, jax.nn.dot_product_attention (cudnn and xla) on some, all with the query heads of a group folded into the
-query axis, which is what makes them fast here. Results are compared with a float32 reference.
+query axis, which is what makes them fast here. Of every case the last head of the last row is compared with a float32
+reference, on the CPU.
+
+Order: what XLA tunes on the GPU is compiled first, then PyTorch measures while our kernels are compiled, then ours are
+measured, in groups of cases that share a profiler session. Rows are saved after each group.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import common
+from benchmarks.attention_peers import TorchPeers, fold_groups
+from benchmarks.lowering import Program, Workshop
+from benchmarks.stopwatch import Measurement, Stopwatch
 from pallas_kernels import Importance, block_attention, dispatch
 from pallas_kernels.reference import attention_reference, importance_reference
 
@@ -51,6 +57,14 @@ class Case(NamedTuple):
         return "/".join(part for part in parts if part)
 
     @property
+    def q_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.queries, self.heads[0], self.head_dim)
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.heads[1], self.entries, self.head_dim)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V."""
         return 2 * self.batch * self.heads[1] * self.entries * self.head_dim * 2
@@ -62,7 +76,8 @@ LONG = [Case("", n, b) for n in (8192, 16384, 32768, 131072) for b in (1, 2, 4, 
 ]
 SHORT = [Case("short", n, b) for n in (1024, 2048, 4096, 8192) for b in (1, 2, 4, 8, 16)]
 # Where jax.nn is measured too; elsewhere only PyTorch, which is faster in all of these.
-JAX_PEERS = {Case("", 65536, 1), Case("", 65536, 4), Case("", 8192, 1), Case("short", 1024, 1), Case("short", 4096, 4)}
+JAX_PEERS = [Case("", 65536, 1), Case("", 65536, 4), Case("short", 4096, 4)]
+GROUP = 11  # cases that share a profiler session
 PREFILL_TOKENS = 32768
 PREFILL_BLOCK = 32
 
@@ -71,38 +86,25 @@ def rows(context: dict[str, Any]) -> list[dict]:
     """All rows. ``context["copy_bandwidth"]``: bytes per second of a large device copy, measured in this run.
 
     ``context["quick"]``, if true, runs a tiny case with whatever implementation there is: for tests.
+    ``context["save"]``, if there, is called with the rows so far after every group of cases.
     """
-    bandwidth = context["copy_bandwidth"]
-    quick = context.get("quick", False)
-    long = [Case("", 256, 1, "tiny", 8, 16)] if quick else GOAL_CASES + LONG
-    short = [Case("short", 64, 2, "tiny", 8, 16)] if quick else SHORT
-    tokens = 64 if quick else PREFILL_TOKENS
-    torch_us = {} if quick else _torch_times(long + short, tokens)
-    out = []
-    for name, cases in (("all", long), ("short", short)):
-        found = [_attention(case, bandwidth, torch_us.get(case.id, {})) for case in cases]
-        out += [row for case_rows in found for row in case_rows]
-        ratios = {row["id"]: row["value"] for row in out if row["id"].endswith("/vs_best_peer")}
-        mine = {f"{case.id}/vs_best_peer" for case in cases}
-        ratios = {key: value for key, value in ratios.items() if key in mine}
-        if ratios:
-            worst = min(ratios, key=lambda key: ratios[key])
-            detail = {"worst": worst, "cases": len(ratios)}
-            goal = ">=1.0"
-            out.append(common.row(f"attention/{name}/worst_vs_best_peer", ratios[worst], "x", goal=goal, detail=detail))
-    over = {row["id"]: row["value"] for row in out if row["id"].endswith("/over_floor")}
-    worst = max(over, key=lambda key: over[key])
-    detail = {"worst": worst, "cases": len(over)}
-    out.append(common.row("attention/short/worst_over_floor", over[worst], "x", goal="<=2.0", detail=detail))
-    out += _importance(long[0], bandwidth, goals=True)
-    if not quick:
-        out += _importance(GOAL_CASES[1], bandwidth, goals=False)
-    return out + _prefill(tokens, torch_us.get("prefill", {}), quick)
+    return _Run(context).rows()
 
 
-def _torch_times(cases: list[Case], tokens: int) -> dict[str, dict[str, float | None]]:
-    """Microseconds of PyTorch's backends by case, from a process of its own."""
-    requests = [
+def attention(q, k, v, lengths, *, implementation: str, importance: str | None = None):
+    """What is measured: (out, lse), or (out, importance of one query row or of all)."""
+    if importance is None:
+        result = block_attention(q, k, v, lengths, implementation=implementation)
+        return result.out, result.lse
+    chosen = None if importance == "all_rows" else jnp.full(lengths.shape[:1], q.shape[1] // 2, jnp.int32)
+    how = {"importance": Importance(), "importance_rows": chosen}
+    result = block_attention(q, k, v, lengths, implementation=implementation, **how)
+    return result.out, result.importance
+
+
+def requests(cases: list[Case], tokens: int) -> list[dict[str, Any]]:
+    """What `benchmarks.torch_attention` reads: the cases and the prefill."""
+    found = [
         {
             "id": case.id,
             "batch": case.batch,
@@ -115,58 +117,240 @@ def _torch_times(cases: list[Case], tokens: int) -> dict[str, dict[str, float | 
         }
         for case in cases
     ]
-    requests.append(requests[0] | {"id": "prefill", "batch": 1, "queries": tokens, "entries": tokens, "causal": True})
-    command = [sys.executable, "-m", "benchmarks.torch_attention"]
-    done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, check=False)
-    print(done.stderr[-2000:], file=sys.stderr)
-    if done.returncode:
-        raise RuntimeError(f"benchmarks.torch_attention failed with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return [*found, found[0] | {"id": "prefill", "batch": 1, "queries": tokens, "entries": tokens, "causal": True}]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key, shape, dtype):
-    return jax.random.normal(key, shape, dtype)
+def _take(noise: jax.Array, start: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """An array of its own from the rows of `noise` `[R, 128]`: compiles in less time than a random generator."""
+    count = -(-int(np.prod(shape)) // noise.shape[1])
+    return jax.lax.dynamic_slice_in_dim(noise, start, count).reshape(-1)[: int(np.prod(shape))].reshape(shape)
 
 
-def _inputs(case: Case) -> list[tuple]:
-    """(q, k, v, lengths) to rotate through; a K of one is the V of the one before."""
-    count = common.input_sets(case.nbytes)
-    heads, kv_heads = case.heads
-    q = _normal(jax.random.key(0), (case.batch, case.queries, heads, case.head_dim), jnp.bfloat16)
-    shape = (case.batch, kv_heads, case.entries, case.head_dim)
-    kv = [_normal(jax.random.key(1 + i), shape, jnp.bfloat16) for i in range(count + 1)]
-    lengths = jnp.full((case.batch,), case.entries, jnp.int32)
-    return [(q, kv[i], kv[i + 1], lengths) for i in range(count)]
+@functools.partial(jax.jit, static_argnames="chunks")
+def _noise(chunks: int) -> jax.Array:
+    """Standard normal numbers, 2**20 rows at a time: bf16 `[chunks * 2**20, 128]` (fewer rows of a small one)."""
+
+    def one(i, noise):
+        values = jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (rows, 128), jnp.bfloat16)
+        return jax.lax.dynamic_update_slice_in_dim(noise, values, i * rows, 0)
+
+    rows = 2**20 if chunks > 1 else 2**12
+    return jax.lax.fori_loop(0, chunks, one, jnp.zeros((chunks * rows, 128), jnp.bfloat16))
 
 
-def _ours(**options):
-    implementation: dispatch.Implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
-
-    def call(q, k, v, lengths):
-        result = block_attention(q, k, v, lengths, implementation=implementation, **options)
-        return (result.out, result.lse) if result.importance is None else (result.out, result.importance)
-
-    return jax.jit(call)
+def _last_head(q, k, v, found):
+    """The last KV head of the last row: its queries, K and V, and what was found for it (out or importance)."""
+    group = q.shape[2] // k.shape[1]
+    found = found[-1:, -1:] if found.ndim == 3 else found[-1:, :, -group:]
+    return q[-1:, :, -group:], k[-1:, -1:], v[-1:, -1:], found
 
 
-def _attention(case: Case, bandwidth: float, torch_us: dict[str, float | None]) -> list[dict]:
-    inputs = _inputs(case)
-    ours = _ours()
-    q, k, v, lengths = inputs[0]
-    out, _ = ours(*inputs[0])
-    if case.entries <= 8192 or case in GOAL_CASES:  # the reference holds every score in float32
-        _require(case.id, out[:1], attention_reference(q[:1], k[:1], v[:1], lengths[:1, None])[0], TOLERANCE)
-    taken = common.device_time(ours, inputs)
+class _Run:
+    """One run: the compiled programs, the inputs, the rows."""
+
+    def __init__(self, context: dict[str, Any]):
+        self.bandwidth = context["copy_bandwidth"]
+        self.quick = context.get("quick", False)
+        self.save = context.get("save", lambda rows: None)
+        self.long = [Case("", 256, 1, "tiny", 8, 16)] if self.quick else GOAL_CASES + LONG
+        self.short = [Case("short", 64, 2, "tiny", 8, 16)] if self.quick else SHORT
+        self.tokens = 64 if self.quick else PREFILL_TOKENS
+        self.with_importance = self.long[:1] if self.quick else GOAL_CASES
+        self.on_gpu = jax.default_backend() == "gpu"
+        self.implementation: dispatch.Implementation = "mosaic_gpu" if self.on_gpu else "xla"
+        self.out: list[dict] = []
+
+    def rows(self) -> list[dict]:
+        heads, kv_heads, dim = (4, 2, 16) if self.quick else (32, 8, 128)
+        self.prefill_shapes = ((1, self.tokens, heads, dim), (1, kv_heads, self.tokens, dim))
+        with Workshop() as self.shop, ThreadPoolExecutor(2) as self.checking:
+            with TorchPeers(requests(self.long + self.short, self.tokens), wanted=not self.quick) as torch:
+                self._begin()
+                common.stage("attention: compiling what XLA tunes on the GPU")
+                for name in self.tuned:
+                    _ = self.shop[name]
+                common.stage("attention: PyTorch measures")
+                self.torch_us = torch.times()
+            common.stage("attention: compiling our kernels")
+            self.noise = _noise(1 if self.quick else 17)
+            # What matters most first: a run that is cut short has it.
+            cases = self.long + self.short
+            first = self.with_importance + [case for case in self.short if case.entries in (1024, 8192)]
+            cases = first + [case for case in cases if case not in first]
+            for start in range(0, len(cases), GROUP):
+                self._group(cases[start : start + GROUP])
+                if start == 0:
+                    self._importance()
+                    self._prefill()
+                self.save(self.out + self._summaries())
+        return self.out + self._summaries()
+
+    def _begin(self) -> None:
+        """Has everything compiled."""
+        bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        noise = bf16((2**12 if self.quick else 17 * 2**20, 128))
+        plain = functools.partial(attention, implementation=self.implementation)
+        kernels: dict[Any, Program] = {}
+        simple: dict[Any, Program] = {}
+        tuned: dict[Any, Program] = {}
+        for case in dict.fromkeys(self.with_importance + self.short + self.long):
+            q, kv = bf16(case.q_shape), bf16(case.kv_shape)
+            kernels["ours", case] = (plain, (q, kv, kv, i32((case.batch,))))
+            simple["pick", case] = (_last_head, (q, kv, kv, q))
+        for case in self.with_importance:
+            q, kv = bf16(case.q_shape), bf16(case.kv_shape)
+            weights = jax.ShapeDtypeStruct(case.kv_shape[:3], jnp.float32)
+            for which in ("one_row", "all_rows"):
+                fn = functools.partial(plain, importance=which)
+                kernels[which, case] = (fn, (q, kv, kv, i32((case.batch,))))
+            simple["pick weights", case] = (_last_head, (q, kv, kv, weights))
+        q, kv = map(bf16, self.prefill_shapes)
+        simple["pick", "prefill"] = (_last_head, (q, kv, kv, q))
+        kernels["prefill"] = (plain, (q, kv, kv, i32((1, self.tokens // PREFILL_BLOCK))))
+        shapes = {shape for case in self.long + self.short for shape in (case.q_shape, case.kv_shape)}
+        for shape in shapes | set(self.prefill_shapes):
+            simple["take", shape] = (functools.partial(_take, shape=shape), (noise, i32(())))
+        if self.on_gpu:
+            for case in JAX_PEERS:
+                folded = jax.eval_shape(fold_groups, bf16(case.q_shape), bf16(case.kv_shape), bf16(case.kv_shape))
+                simple["fold", case] = (fold_groups, (bf16(case.q_shape), bf16(case.kv_shape), bf16(case.kv_shape)))
+                for name in ("cudnn", "xla"):
+                    fn = functools.partial(jax.nn.dot_product_attention, implementation=name)
+                    tuned[name, case] = (fn, folded)
+            fn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            by_token = bf16((1, self.tokens, kv.shape[1], kv.shape[3]))
+            tuned["cudnn", "prefill"] = (fn, (q, by_token, by_token))
+            simple["by token"] = (functools.partial(jnp.swapaxes, axis1=1, axis2=2), (kv,))
+        self.tuned = list(tuned)
+        self.shop.add(tuned, kernels=False)
+        self.shop.add(simple, kernels=False)
+        self.shop.add(kernels)
+
+    def _draw(self, shape: tuple[int, ...], seed: int) -> jax.Array:
+        return self.shop["take", shape](self.noise, np.int32(977 * seed))
+
+    def _inputs(self, case: Case) -> list[tuple]:
+        """(q, k, v, lengths) to rotate through; a K of one is the V of the one before."""
+        count = common.input_sets(case.nbytes)
+        q = self._draw(case.q_shape, 0)
+        kv = [self._draw(case.kv_shape, 1 + i) for i in range(count + 1)]
+        lengths = jnp.full((case.batch,), case.entries, jnp.int32)
+        return [(q, kv[i], kv[i + 1], lengths) for i in range(count)]
+
+    def _group(self, cases: list[Case]) -> None:
+        peers: dict[Case, dict[str, Measurement]] = {case: {} for case in cases}
+        ours, checks = {}, []
+        with Stopwatch() as watch:
+            for case in cases:
+                inputs, program = self._inputs(case), self.shop["ours", case]
+                q, k, v, _ = inputs[0]
+                picked = self.shop["pick", case](q, k, v, program(*inputs[0])[0])
+                checks.append((case.id, self.checking.submit(_attention_error, *map(np.asarray, picked))))
+                ours[case] = watch.time(program, inputs)
+                if self.on_gpu and case in JAX_PEERS:
+                    folded = [self.shop["fold", case](*one[:3]) for one in inputs]
+                    for name in ("cudnn", "xla"):
+                        peers[case][f"jax_{name}"] = watch.time(self.shop[name, case], folded, repeats=10)
+        for id, error in checks:
+            _require(id, error.result(), TOLERANCE)
+        for case in cases:
+            measured = {name: time.us for name, time in peers[case].items()}
+            self.out += _attention_rows(case, ours[case], measured | _known(self.torch_us.get(case.id)), self.bandwidth)
+        common.stage(f"attention: measured {', '.join(case.id.removeprefix('attention/') for case in cases)}")
+
+    def _summaries(self) -> list[dict]:
+        """The worst of the cases measured so far."""
+        found = []
+        for name, cases in (("all", self.long), ("short", self.short)):
+            mine = {f"{case.id}/vs_best_peer" for case in cases}
+            ratios = {row["id"]: row["value"] for row in self.out if row["id"] in mine}
+            if ratios:
+                worst = min(ratios, key=lambda key: ratios[key])
+                detail = {"worst": worst, "cases": len(ratios)}
+                id = f"attention/{name}/worst_vs_best_peer"
+                found.append(common.row(id, ratios[worst], "x", goal=">=1.0", detail=detail))
+        over = {row["id"]: row["value"] for row in self.out if row["id"].endswith("/over_floor")}
+        if over:
+            worst = max(over, key=lambda key: over[key])
+            detail = {"worst": worst, "cases": len(over)}
+            found.append(common.row("attention/short/worst_over_floor", over[worst], "x", goal="<=2.0", detail=detail))
+        return found
+
+    def _importance(self) -> None:
+        """The overhead of each kind of importance over the attention alone."""
+        pairs, checks = {}, []
+        with Stopwatch() as watch:
+            for case in self.with_importance:
+                inputs, plain = self._inputs(case), self.shop["ours", case]
+                q, k, v, _ = inputs[0]
+                for which in ("one_row", "all_rows"):
+                    program = self.shop[which, case]
+                    picked = self.shop["pick weights", case](q, k, v, program(*inputs[0])[1])
+                    one = case.queries // 2 if which == "one_row" else None
+                    error = self.checking.submit(_importance_error, one, *map(np.asarray, picked))
+                    checks.append((f"importance/{which}", error))
+                    # The two in turn, so that a drift of the clocks meets both.
+                    pairs[case, which] = [(watch.time(plain, inputs), watch.time(program, inputs)) for _ in range(2)]
+        for id, error in checks:
+            _require(id, error.result(), IMPORTANCE_TOLERANCE)
+        for (case, which), times in pairs.items():
+            base, taken = (min(pair[i].time for pair in times) for i in range(2))
+            detail = {
+                "attention_us": base.us,
+                "with_importance_us": taken.us,
+                "floor_us": case.nbytes / self.bandwidth * 1e6,
+                "kernels_us": {kernel[:48]: seconds * 1e6 for kernel, seconds in taken.kernels},
+            }
+            goals = case == self.with_importance[0]
+            goal = {"one_row": "<=1.05", "all_rows": "<=1.25"}[which] if goals else None
+            id = f"importance/{which}/overhead" if goals else f"importance/b{case.batch}/{which}/overhead"
+            self.out.append(common.row(id, taken.seconds / base.seconds, "x", goal=goal, detail=detail))
+        common.stage("attention: measured importance")
+
+    def _prefill(self) -> None:
+        """Block-causal attention of a whole prompt beside cudnn's plain causal one, in TFLOP/s."""
+        tokens, ours = self.tokens, self.shop["prefill"]
+        q_shape, kv_shape = self.prefill_shapes
+        q, k, v = (self._draw(shape, seed) for seed, shape in enumerate((q_shape, kv_shape, kv_shape)))
+        lengths = jnp.arange(PREFILL_BLOCK, tokens + 1, PREFILL_BLOCK, dtype=jnp.int32)[None]
+        picked = self.shop["pick", "prefill"](q, k, v, ours(q, k, v, lengths)[0])
+        last = [np.asarray(x) for x in picked]
+        for i in (0, 3):
+            last[i] = last[i][:, tokens - PREFILL_BLOCK :]
+        _require("prefill", _attention_error(*last), TOLERANCE)
+        with Stopwatch() as watch:
+            taken = watch.time(ours, [(q, k, v, lengths)], repeats=5)
+            if self.on_gpu:
+                by_token = (q, *map(self.shop["by token"], (k, v)))
+                cudnn = watch.time(self.shop["cudnn", "prefill"], [by_token], repeats=5)
+        # Every query sees its whole block: half a block more than plain causal attention on average.
+        per_entry = 4 * q_shape[2] * q_shape[3] * tokens
+        flops, causal_flops = per_entry * (tokens + PREFILL_BLOCK) / 2, per_entry * (tokens + 1) / 2
+        detail = {"ours_us": taken.us, "ours_tflops": flops / taken.seconds / 1e12}
+        if not self.on_gpu:
+            self.out.append(common.row("prefill/quick/us", taken.us, "us"))
+            return
+        peers = _known(self.torch_us.get("prefill")) | {"jax_cudnn": cudnn.us}
+        detail |= {f"{name}_tflops": causal_flops / us / 1e6 for name, us in peers.items()}
+        best = max(value for name, value in detail.items() if "cudnn" in name)
+        ratio = detail["ours_tflops"] / best
+        self.out.append(common.row("prefill/32k/vs_cudnn_causal", ratio, "x", goal=">=0.9", detail=detail))
+        common.stage("attention: measured prefill")
+
+
+def _known(times: dict[str, float | None] | None) -> dict[str, float]:
+    """Those of a case's peers that could run it."""
+    return {name: us for name, us in (times or {}).items() if us is not None}
+
+
+def _attention_rows(case: Case, taken: Measurement, peers: dict[str, float], bandwidth: float) -> list[dict]:
     floor = case.nbytes / bandwidth
-    peers = {name: us for name, us in torch_us.items() if us is not None}
-    if case in JAX_PEERS:
-        peers |= _jax_peers(inputs)
     detail = {
         "ours_us": taken.us,
         "peers_us": peers,
         "floor_us": floor * 1e6,
-        "kernels_us": {name[:48]: seconds * 1e6 for name, seconds in taken.kernels},
+        "kernels_us": {name[:48]: seconds * 1e6 for name, seconds in taken.time.kernels},
     }
     goals = case in GOAL_CASES
     result = []
@@ -180,83 +364,26 @@ def _attention(case: Case, bandwidth: float, torch_us: dict[str, float | None]) 
     return result
 
 
-def _jax_peers(inputs: list[tuple]) -> dict[str, float]:
-    """Microseconds of jax.nn.dot_product_attention with folded groups, everything in its own layout `[B, T, K, D]`."""
-
-    @jax.jit
-    def fold(q, k, v):
-        b, t, _, d = q.shape
-        q = jnp.moveaxis(q.reshape(b, t, k.shape[1], -1, d), 3, 1).reshape(b, -1, k.shape[1], d)
-        return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-
-    folded = [fold(q, k, v) for q, k, v, _ in inputs]
-    peers = {}
-    for name in ("cudnn", "xla"):
-        call = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=name))
-        peers[f"jax_{name}"] = common.device_time(call, folded, repeats=10).us
-    return peers
+_attention_reference = jax.jit(attention_reference)
+_importance_reference = jax.jit(importance_reference)
 
 
-def _importance(case: Case, bandwidth: float, *, goals: bool) -> list[dict]:
-    inputs = _inputs(case)
-    q, k, _, lengths = inputs[0]
-    one = jnp.full((case.batch,), case.queries // 2, jnp.int32)
-    variants = {
-        "one_row": (_ours(importance=Importance(), importance_rows=one), jnp.arange(case.queries) == case.queries // 2),
-        "all_rows": (_ours(importance=Importance()), jnp.ones((case.queries,), bool)),
-    }
-    plain = _ours()
-    result = []
-    for name, (f, chosen) in variants.items():
-        weight = f(*inputs[0])[1][:1]
-        expected = importance_reference(q[:1], k[:1], lengths[:1, None], chosen[None])
-        _require(f"importance/{name}", weight, expected, IMPORTANCE_TOLERANCE)
-        # The two in turn, so that a drift of the clocks meets both.
-        times = [(common.device_time(plain, inputs), common.device_time(f, inputs)) for _ in range(2)]
-        base, taken = (min(pair[i] for pair in times) for i in range(2))
-        detail = {
-            "attention_us": base.us,
-            "with_importance_us": taken.us,
-            "floor_us": case.nbytes / bandwidth * 1e6,
-            "kernels_us": {kernel[:48]: seconds * 1e6 for kernel, seconds in taken.kernels},
-        }
-        goal = {"one_row": "<=1.05", "all_rows": "<=1.25"}[name] if goals else None
-        id = f"importance/{name}/overhead" if goals else f"importance/b{case.batch}/{name}/overhead"
-        result.append(common.row(id, taken.seconds / base.seconds, "x", goal=goal, detail=detail))
-    return result
+def _attention_error(q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> float:
+    """RMS error of `out` over all entries, beside the reference on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected, _ = _attention_reference(q, k, v, np.full((1, 1), k.shape[2], np.int32))
+        return common.rms_error(out, expected)
 
 
-def _prefill(tokens: int, torch_us: dict[str, float | None], quick: bool) -> list[dict]:
-    heads, kv_heads, dim = (4, 2, 16) if quick else (32, 8, 128)
-    q = _normal(jax.random.key(0), (1, tokens, heads, dim), jnp.bfloat16)
-    k = _normal(jax.random.key(1), (1, kv_heads, tokens, dim), jnp.bfloat16)
-    v = _normal(jax.random.key(2), (1, kv_heads, tokens, dim), jnp.bfloat16)
-    lengths = jnp.arange(PREFILL_BLOCK, tokens + 1, PREFILL_BLOCK, dtype=jnp.int32)[None]
-    ours = _ours()
-    last = slice(tokens - PREFILL_BLOCK, tokens)
-    expected, _ = attention_reference(q[:, last], k, v, lengths[:, -1:])
-    _require("prefill", ours(q, k, v, lengths)[0][:, last], expected, TOLERANCE)
-    taken = common.device_time(ours, [(q, k, v, lengths)], repeats=5)
-    # Every query sees its whole block: half a block more than plain causal attention on average.
-    flops = 4 * heads * dim * tokens * (tokens + PREFILL_BLOCK) / 2
-    causal_flops = 4 * heads * dim * tokens * (tokens + 1) / 2
-    detail = {"ours_us": taken.us, "ours_tflops": flops / taken.seconds / 1e12}
-    peers = {name: us for name, us in torch_us.items() if us is not None}
-    if jax.default_backend() == "gpu":
-        cudnn = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"))
-        peers["jax_cudnn"] = common.device_time(
-            cudnn, [(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))], repeats=5
-        ).us
-    detail |= {f"{name}_tflops": causal_flops / us / 1e6 for name, us in peers.items()}
-    if not peers:
-        return [common.row("prefill/quick/us", taken.us, "us")]
-    best = max(value for name, value in detail.items() if "cudnn" in name)
-    ratio = detail["ours_tflops"] / best
-    return [common.row("prefill/32k/vs_cudnn_causal", ratio, "x", goal=">=0.9", detail=detail)]
+def _importance_error(one: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, weights: np.ndarray) -> float:
+    """RMS error of the importance of query row `one`, or of all rows."""
+    chosen = np.ones((1, q.shape[1]), bool) if one is None else (np.arange(q.shape[1]) == one)[None]
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = _importance_reference(q, k, np.full((1, 1), k.shape[2], np.int32), chosen)
+        return common.rms_error(weights, expected)
 
 
-def _require(what: str, value: jax.Array, expected: jax.Array, tolerance: float) -> None:
-    error = common.rms_error(value, expected)
+def _require(what: str, error: float, tolerance: float) -> None:
     if not error <= tolerance:
         raise AssertionError(f"{what}: RMS error {error:.2e}, above {tolerance:.0e}")
 
