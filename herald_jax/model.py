@@ -25,6 +25,7 @@ from flax import nnx
 from herald_jax.config import ModelConfig, RopeConfig
 from herald_jax.moe import MoE
 from herald_jax.streamed import Stream, begin, end, streamed_layer, streams
+from pallas_kernels import overlap
 
 Params = dict[str, Any]
 Cache = TypeVar("Cache")
@@ -149,7 +150,7 @@ class _Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x), *mesh), cache
 
 
-@functools.partial(jax.jit, static_argnames="graph")
+@functools.partial(jax.jit, static_argnames=("graph", "early"))
 def _shared_layer(
     graph: Any,
     state: Any,
@@ -158,13 +159,15 @@ def _shared_layer(
     angles: tuple[jax.Array, jax.Array],
     attend: Attend,
     cache: Any,
+    early: bool,
 ) -> tuple[Any, Any]:
     """One layer as a function of its number.
 
     Layers are unrolled (a scan over stacked weights copies each layer's slice), but traced and lowered once: lowering a
     Pallas kernel anew in each of 36 layers took minutes.
     """
-    return nnx.merge(graph, state)(layer, x, angles, attend, cache)
+    with overlap.overlapped(early):
+        return nnx.merge(graph, state)(layer, x, angles, attend, cache)
 
 
 class _Table(nnx.Module):
@@ -205,7 +208,9 @@ class Transformer(nnx.Module):
             x = begin(self.layers[0], x)
         for i, layer in enumerate(self.layers):
             if hasattr(attend, "at"):
-                x, cache = _shared_layer(*nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache)
+                x, cache = _shared_layer(
+                    *nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache, overlap.active()
+                )
             else:
                 x, cache = layer(i, x, angles, attend, cache)
         if isinstance(x, Stream):

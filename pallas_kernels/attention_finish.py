@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import overlap
 from pallas_kernels.attention_plan import Plan, divide
 from pallas_kernels.reference import merge_by_lse
 
@@ -62,8 +63,11 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
         outputs |= {"importance": jax.ShapeDtypeStruct(shape, jnp.float32)}
     used_inputs, input_tree = jax.tree.flatten(inputs)
     used_outputs, output_tree = jax.tree.flatten(outputs)
+    early = overlap.active()
 
     def body(*refs):
+        overlap.begin(early)
+        overlap.wait(early)
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
         program = lax.axis_index("program")

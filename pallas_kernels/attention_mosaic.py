@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import attention_finish, attention_plan, importance_mosaic, mosaic_inline
+from pallas_kernels import attention_finish, attention_plan, importance_mosaic, mosaic_inline, overlap
 from pallas_kernels.attention_plan import AttentionConfig, Plan, divide, slabs
 
 KERNEL_NAME = "block_attention"
@@ -116,8 +116,11 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     # plgpu.kernel passes one reference per array: the Nones are put back inside.
     used_inputs, input_tree = jax.tree.flatten(inputs)
     used_outputs, output_tree = jax.tree.flatten(outputs)
+    early = overlap.active()
 
     def body(*refs, **scratch):
+        overlap.begin(early)
+        overlap.wait(early)
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
         _body(ins, outs, scratch, plan, scale)

@@ -330,10 +330,9 @@ def launch(
     updated: Sequence[jax.Array] = (),
     outputs: Sequence[jax.ShapeDtypeStruct] = (),
     shared: Sequence[int] = (),
+    early: bool = False,
 ) -> list[jax.Array]:
     """Runs ``kernel(lanes, *inputs, *updated, *outputs, *shared)`` in ``blocks`` thread blocks.
-
-    Inside ``overlap.overlapped()`` they are launched early; nothing of the kernel runs before the one it follows ended.
 
     Args:
         name: the kernel's name in the lowered program and in profiles.
@@ -342,6 +341,7 @@ def launch(
         updated: arrays it changes in place; XLA aliases them to results, and copies first where the caller keeps them.
         outputs: shapes of new arrays; the kernel must write every element.
         shared: sizes, in words, of shared-memory buffers; their contents are undefined at the start.
+        early: launched as `overlap` has it; ``kernel`` itself still runs when the kernel before has ended.
 
     Returns:
         The updated arrays, then the outputs.
@@ -349,8 +349,6 @@ def launch(
     if threads % 128 or not 0 < threads <= 1024:
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
     varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
-
-    early = overlap.active()
 
     def body(*args: Any) -> None:
         overlap.begin(early)

@@ -20,9 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator
 
-__all__ = ["COMPILER_OPTIONS", "active", "begin", "overlapped", "wait"]
+__all__ = ["COMPILER_OPTIONS", "WANTED", "active", "begin", "overlapped", "wait"]
+
+# Whether the decoding loop makes use of this. Off until it has been measured on the card.
+WANTED = os.environ.get("HERALD_OVERLAP") == "1"
 
 # For `jax.jit(..., compiler_options=)` of a program whose kernels overlap.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_pdl": False}
