@@ -86,7 +86,7 @@ def measure(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     spans = iter(zip(marks[::2], marks[1::2], strict=True))
     results: dict[str, dict[str, float | None]] = {}
     for case, one in zip(cases, able, strict=True):
-        results[case["id"]] = {name: None for name in one}
+        results[case["id"]] = dict.fromkeys(one)
         for name in (name for name, could in one.items() if could):
             first, last = next(spans)
             times = [event.time_range.elapsed_us() for event in events[first + 1 : last]]
