@@ -3,8 +3,8 @@
 The scores are computed transposed, KV entries as rows and query rows as columns, so that the sum over query rows runs
 along a thread's own registers. A program handles a chunk of the entries of one KV head against all its query rows.
 
-Per 64 entries and 128 query rows the tensor cores and the exponentials take about 512 cycles each, and at memory speed a
-multiprocessor gets 192 entries of K in about 2,700. So both must overlap: warpgroups that wait for one tile start
+Per 64 entries and 128 query rows the tensor cores and the exponentials take about 512 cycles each, and at memory speed
+a multiprocessor gets 192 entries of K in about 2,700. So both must overlap: warpgroups that wait for one tile start
 together, share the tensor cores, end together, and then share the exponentials. Here each has tiles and barriers of its
 own, which arrive one after another, and they take turns at the tensor cores.
 """

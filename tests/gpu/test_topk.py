@@ -19,7 +19,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("config", [None, TopkConfig(threads=128, unroll=1), TopkConfig(threads=512, unroll=4)])
+@pytest.mark.parametrize("config", [None, TopkConfig(threads=128, unroll=1), TopkConfig(threads=512, parts=3)])
 @pytest.mark.parametrize(("n", "capacity"), [(1, 1), (63, 5), (111, 200), (8191, 700), (65536, 3277), (131072, 16384)])
 @pytest.mark.parametrize("case", VALUES)
 def test_equals_the_xla_form(case, n, capacity, config):
