@@ -3,28 +3,44 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 
 # Read by JAX when it is first imported; also inherited by the command-line tests' subprocesses.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Nearly all of the tests' time is XLA's, and most tests are of what is computed, not of how: without most optimisations
+# they take half as long. On a GPU machine programs are compiled as they are used.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1" if shutil.which("nvidia-smi") is None else "0")
 
 import jax
 import pytest
 
+HAS_GPU = shutil.which("nvidia-smi") is not None
+
 # A shape that broadcasts by accident is a bug. There is no persistent compilation cache here: tests that count
-# compilations need each to be a real one.
+# compilations need each to be a real one, and few programs occur twice: from an empty folder it saves nothing.
 jax.config.update("jax_numpy_rank_promotion", os.environ["JAX_NUMPY_RANK_PROMOTION"])
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
+jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+
+
+@pytest.fixture(scope="module")
+def optimised() -> Iterator[None]:
+    """Compile as users do, for tests of optimised programs: `pytestmark = pytest.mark.usefixtures("optimised")`."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # what an earlier module compiled otherwise
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run, and says what is missing."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    has_gpu = shutil.which("nvidia-smi") is not None
     for item in items:
         if item.get_closest_marker("oracle") and missing:
             item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)} (make test-oracle)"))
-        if item.get_closest_marker("gpu") and not has_gpu:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import moe, shapes
 from herald_jax.model import param_specs
 from tests.herald_jax.test_moe import MOE
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
 
 
 def test_published_sizes() -> None:
@@ -26,7 +25,6 @@ def test_published_sizes() -> None:
     assert not moe.fits(mini, 4, 65536, 48e9)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", MOE)
     params = moe.parameters(MOE)

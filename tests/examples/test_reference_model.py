@@ -17,10 +17,6 @@ from examples.reference_model import corpus, curriculum, export, finish, rows, t
 from herald_jax import tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.model import flatten
-from tests.herald_jax.tiny import quick_compilation
-
-__all__ = ["quick_compilation"]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,6 @@ from herald_jax.block_loop import step
 from herald_jax.generate import _Run
 from herald_jax.model import bind
 from tests.herald_jax import plain, tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Shorter than a block, one less than a block, a block, one more, and more than two of them.
 LENGTHS = {"sdar": (1, 3, 4, 5, 10, 13), "fast_dllm": (1, 7, 8, 9, 20, 17), "llama": (1, 2, 5, 9, 12, 17)}

@@ -12,9 +12,6 @@ import pytest
 from herald_jax import EntropyBound, GenerationError, Sequential, StaticLowConfidence, Threshold, denoise
 from herald_jax.denoise import Policy, Prediction, Sampling, schedule
 from tests.herald_jax import plain
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROWS, BLOCK = 64, 8
 draw = jax.jit(denoise.draw)

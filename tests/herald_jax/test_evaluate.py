@@ -17,10 +17,6 @@ from herald_jax.denoise import StaticLowConfidence
 from herald_jax.errors import GenerationError
 from herald_jax.plans import Dense, Mage
 from tests import tiny as checkpoint
-from tests.herald_jax.tiny import quick_compilation
-
-__all__ = ["quick_compilation"]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # A budget of 0.05 of some 500 tokens, and of all of them.
 RUN = [

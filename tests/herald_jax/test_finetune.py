@@ -29,10 +29,6 @@ from herald_jax.prefill import prefill
 from herald_jax.train_attention import TrainAttend
 from tests.herald_jax import tiny
 from tests.herald_jax.conftest import ORACLES
-from tests.herald_jax.tiny import quick_compilation
-
-__all__ = ["quick_compilation"]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def head(config: ModelConfig, params: dict[str, Any]) -> jax.Array:

@@ -20,10 +20,6 @@ from herald_jax.text import load_tokenizer
 from herald_jax.train_data import Rows, TextRows
 from tests import tiny as checkpoint
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation
-
-__all__ = ["quick_compilation"]
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG: ModelConfig = dataclasses.replace(tiny.SDAR, num_layers=1)
 OPTIMIZER = training.Optimizer(weight_decay=0.1)

@@ -14,9 +14,6 @@ import pytest
 
 from herald_jax import CheckpointError, GenerateConfig, GenerationError, HeraldError, Stats, Threshold, generate, stream
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SHORT = GenerateConfig(max_new_tokens=8, policy=Threshold(0.5), ignore_stop=True)
 

@@ -27,13 +27,11 @@ from herald_jax import (
 from herald_jax.generate import _Run
 from herald_jax.pooled import PooledKV
 from tests.herald_jax import plain_herald, tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
 
 FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in ("sdar", "fast_dllm")}
 LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
 REQUEST = GenerateConfig(max_new_tokens=13, policy=Threshold(0.6), ignore_stop=True)
 SPARSE = Herald(0.3, min_budget=2)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):

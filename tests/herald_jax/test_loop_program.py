@@ -17,6 +17,7 @@ from herald_jax.generate import _Run, capacity_for
 from herald_jax.prefill import chunk_length
 from tests.herald_jax import tiny
 
+pytestmark = pytest.mark.usefixtures("optimised")
 SAMPLED = GenerateConfig(16, Threshold(0.5), temperature=0.8, top_p=0.9, prefill_chunk=16)
 
 

@@ -16,12 +16,10 @@ from herald_jax.generate import _Run
 from herald_jax.mage import MageAttend, MageKV
 from herald_jax.model import bind
 from tests.herald_jax import plain_mage, tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
 
 FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in ("sdar", "fast_dllm")}
 LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
 REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=True)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,6 @@ from herald_jax.model import (
     unflatten,
 )
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SDAR_LAYER = {
     "attn_norm/scale": ((32,), ("embed",)),

@@ -20,6 +20,7 @@ from herald_jax.config import ModelConfig
 from herald_jax.model import Params, bind
 from tests.oracles import cases
 
+pytestmark = pytest.mark.usefixtures("optimised")
 LOGITS = pathlib.Path(__file__).parents[1] / "oracles" / "data" / "logits.npz"
 ATOL = 2e-4  # float32, maximum; the logits' standard deviation is about 6
 BLOCK = 4  # the causal checkpoints are fed in pieces of this length

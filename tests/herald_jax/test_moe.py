@@ -18,9 +18,6 @@ from herald_jax.errors import GenerationError
 from herald_jax.model import flatten, param_specs, rope_angles, rotate
 from herald_jax.moe import apply_experts, route
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # SDAR's form with experts behind its first layer and half-rotated heads.
 MOE = dataclasses.replace(

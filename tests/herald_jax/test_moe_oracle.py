@@ -20,10 +20,8 @@ from herald_jax import GenerateConfig
 from herald_jax.config import MoEConfig
 from herald_jax.denoise import Editing, Threshold
 from herald_jax.moe import route
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
 from tests.oracles.moe_cases import BLOCK, CASES, DATA, MASK, SDAR_THRESHOLD, Case, logits_ids
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ATOL = 2e-4
 DECODES = json.loads((DATA / "decodes.json").read_text())
 

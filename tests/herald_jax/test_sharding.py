@@ -18,9 +18,6 @@ from herald_jax.config import ModelConfig
 from herald_jax.model import flatten, init_params, param_specs
 from herald_jax.sharding import loading_sharding, normalise_mesh, param_sharding, replication
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Four KV heads: two or four devices hold whole heads.
 WIDE = {

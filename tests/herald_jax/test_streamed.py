@@ -14,9 +14,6 @@ from herald_jax import model as model_file
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.model import bind
 from tests.herald_jax import tiny
-from tests.herald_jax.tiny import quick_compilation  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 from herald_jax.config import DiffusionContract, ModelConfig, RopeConfig
 from herald_jax.loading import Model
@@ -112,15 +111,3 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random prompts without the mask token."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, MASK, size=length).tolist() for length in lengths]
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Compile without most optimisations: half the time, for tests of what is computed and not of how.
-
-    Import it and write `pytestmark = pytest.mark.usefixtures("quick_compilation")`.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
