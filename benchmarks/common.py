@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.lowering import Workshop
 from benchmarks.sizes import L2_BYTES, input_sets
 from benchmarks.stopwatch import Stopwatch, Time, wall_time
 
@@ -178,7 +179,8 @@ def run_part(rows: Callable[[dict[str, Any]], list[dict]], description: str | No
     context: dict[str, Any] = {"quick": options.quick}
     if not options.quick:
         context["save"] = lambda found: write_results("kernels", found, folder=options.out)
-    found = rows(context | {"copy_bandwidth": copy_bandwidth(2**20 if options.quick else 2**31)})
+    with Workshop() as shop:
+        found = rows(context | {"copy_bandwidth": copy_bandwidth(2**20 if options.quick else 2**31), "shop": shop})
     if not options.quick:
         write_results("kernels", found, folder=options.out)
     print_rows(found)

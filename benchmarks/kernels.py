@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from benchmarks import common
+from benchmarks.lowering import Workshop
 
 PARTS = ("attention", "gather", "topk", "matmul")
 
@@ -29,10 +30,12 @@ def main() -> None:
         if not options.quick:
             common.write_results("kernels", found + rows, folder=options.out)
 
-    for part in options.only or PARTS:
-        found += importlib.import_module(f"benchmarks.kernels_{part}").rows(context | {"save": save})
-        save([])
-        common.stage(f"{part}: done")
+    with Workshop() as shop:
+        for part in options.only or PARTS:
+            rows = importlib.import_module(f"benchmarks.kernels_{part}").rows
+            found += rows(context | {"save": save, "shop": shop})
+            save([])
+            common.stage(f"{part}: done")
     common.print_rows(found)
 
 

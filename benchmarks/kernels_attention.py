@@ -149,6 +149,7 @@ class _Run:
     """One run: the compiled programs, the inputs, the rows."""
 
     def __init__(self, context: dict[str, Any]):
+        self.context = context
         self.bandwidth = context["copy_bandwidth"]
         self.quick = context.get("quick", False)
         self.save = context.get("save", lambda rows: None)
@@ -163,7 +164,7 @@ class _Run:
     def rows(self) -> list[dict]:
         heads, kv_heads, dim = (4, 2, 16) if self.quick else (32, 8, 128)
         self.prefill_shapes = ((1, self.tokens, heads, dim), (1, kv_heads, self.tokens, dim))
-        with Workshop() as self.shop, ThreadPoolExecutor(2) as self.checking:
+        with Workshop.of(self.context) as self.shop, ThreadPoolExecutor(2) as self.checking:
             with TorchPeers(requests(self.long + self.short, self.tokens), wanted=not self.quick) as torch:
                 self._begin()
                 common.stage("attention: compiling what XLA tunes on the GPU")

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import common
+from benchmarks.stopwatch import Measurement, Stopwatch, Time
 from pallas_kernels import gather_rows, host_memory, scatter_rows, write_block
 
 Array = jax.Array
@@ -64,7 +65,7 @@ def _indices(case: Case, seed: int) -> Array:
     return jnp.asarray(np.stack(problems).reshape(case.layers, 1, case.heads, case.chosen), jnp.int32)
 
 
-def _named(taken: common.Time, name: str) -> float:
+def _named(taken: Time, name: str) -> float:
     """Seconds of the kernels called ``name``, or of everything where the profiler named nothing."""
     seconds = [s for kernel, s in taken.kernels if name in kernel]
     return sum(seconds) if seconds else taken.seconds
@@ -78,11 +79,26 @@ def _bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint16)
 
 
-def _h2d_seconds(nbytes: int) -> float:
+def _h2d(nbytes: int, watch: Stopwatch) -> Measurement:
     """One contiguous copy of ``nbytes`` from pinned host memory to the device."""
     x = jax.device_put(jnp.ones((nbytes // 2,), jnp.bfloat16), _memory("pinned_host"))
     copy = jax.jit(host_memory.copy_to_device, out_shardings=_memory("device"))
-    return common.device_time(copy, [(x,)], repeats=10).seconds
+    return watch.time(copy, [(x,)], repeats=10)
+
+
+class _Sources:
+    """K and V on the device and in host memory, kept for the cases of one shape: page-locking 2 GB takes seconds."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+
+    def of(self, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
+        if shape != self.shape:
+            make = jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
+            self.device = [make(jax.random.key(seed)) for seed in (1, 2)]
+            self.host = [jax.device_put(x, _memory("pinned_host")) for x in self.device]
+            self.shape = shape
+        return self.device, self.host
 
 
 def rows(context: dict[str, Any]) -> list[dict]:
@@ -92,32 +108,29 @@ def rows(context: dict[str, Any]) -> list[dict]:
     """
     quick = bool(context.get("quick"))
     on_gpu = jax.default_backend() == "gpu"
+    kernel = "mosaic_gpu" if on_gpu else "xla"
     bandwidth = context["copy_bandwidth"]
+    sources, taken = _Sources(), {}
+    with Stopwatch() as watch:
+        for case in QUICK if quick else CASES:
+            shape = (case.layers, 1, case.heads, case.length, case.dim)
+            device, host = sources.of(shape)
+            pools = [jnp.zeros((*shape[:3], case.chosen, case.dim), jnp.bfloat16) for _ in range(2)]
+            inputs = [(_indices(case, seed), *pools) for seed in range(2)]
+            expected = [jnp.take_along_axis(x, inputs[0][0][..., None], axis=3) for x in device]
+            for name, source, form in (("device", device, kernel), ("xla", device, "xla"), ("host", host, kernel)):
+                fn = functools.partial(_gather(form), *source)
+                for a, b in zip(fn(*inputs[0]), expected, strict=True):
+                    if not bool(jnp.array_equal(_bits(a), _bits(b))):
+                        raise AssertionError(f"{name} {case.name}: gathered rows differ from the source's")
+                taken[case, name] = watch.time(fn, inputs, repeats=10)
+            taken[case, "h2d"] = _h2d(case.nbytes, watch)
+            common.stage(f"gather: ran {case.name}")
     out, h2d_fractions, copy_fractions = [], {}, {}
     for case in QUICK if quick else CASES:
-        shape = (case.layers, 1, case.heads, case.length, case.dim)
-        make = jax.jit(lambda key, shape=shape: jax.random.normal(key, shape, jnp.bfloat16))
-        k, v = (make(jax.random.key(seed)) for seed in (1, 2))
-        pools = [jnp.zeros((*shape[:3], case.chosen, case.dim), jnp.bfloat16) for _ in range(2)]
-        inputs = [(_indices(case, seed), *pools) for seed in range(2)]
-        expected = [jnp.take_along_axis(x, inputs[0][0][..., None], axis=3) for x in (k, v)]
-
-        def measure(
-            k: Array, v: Array, implementation: str | None, what: str, inputs=inputs, expected=expected
-        ) -> float:
-            fn = functools.partial(_gather(implementation), k, v)
-            got = fn(*inputs[0])
-            for a, b in zip(got, expected, strict=True):
-                if not bool(jnp.array_equal(_bits(a), _bits(b))):
-                    raise AssertionError(f"{what}: gathered rows differ from the source's")
-            return _named(common.device_time(fn, inputs, repeats=10), "gather_rows")
-
-        kernel = "mosaic_gpu" if on_gpu else "xla"
-        device_s = measure(k, v, kernel, f"device {case.name}")
-        xla_s = measure(k, v, "xla", f"device xla {case.name}")
-        k, v = (jax.device_put(x, _memory("pinned_host")) for x in (k, v))
-        host_s = measure(k, v, kernel, f"host {case.name}")
-        h2d_s = _h2d_seconds(case.nbytes)
+        names = ("device", "xla", "host")
+        device_s, xla_s, host_s = (_named(taken[case, name].time, "gather_rows") for name in names)
+        h2d_s = taken[case, "h2d"].seconds
         moved = 2 * case.nbytes / device_s
         h2d_fractions[case.name] = h2d_s / host_s
         copy_fractions[case.name] = moved / bandwidth
@@ -132,7 +145,6 @@ def rows(context: dict[str, Any]) -> list[dict]:
         detail |= {"xla_us": xla_s * 1e6, "bytes": case.nbytes}
         out.append(common.row(f"gather/device/{case.name}/copy_fraction", moved / bandwidth, "", detail=detail))
         out.append(common.row(f"gather/device/{case.name}/vs_xla", xla_s / device_s, "x"))
-        del k, v, expected
 
     large = [c.name for c in (QUICK if quick else CASES) if quick or (c.nbytes >= BIG and c.dim == 128)]
     worst = min(h2d_fractions[name] for name in large)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +43,11 @@ class Workshop:
             self._processes = ProcessPoolExecutor(processes, mp_context=context, initializer=_without_gpu)
         self._threads = ThreadPoolExecutor(16)  # most of them wait for a process
         self._made: dict[Any, Future] = {}
+
+    @classmethod
+    def of(cls, context: dict[str, Any]) -> AbstractContextManager[Workshop]:
+        """The one that ``context["shop"]`` holds, which stays open, or one of its own."""
+        return nullcontext(context["shop"]) if "shop" in context else cls()
 
     def __enter__(self) -> Workshop:
         return self
