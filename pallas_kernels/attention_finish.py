@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import overlap
+from pallas_kernels import mosaic_inline, overlap
 from pallas_kernels.attention_plan import Plan, divide
 from pallas_kernels.reference import merge_by_lse
 
@@ -142,19 +142,29 @@ def _importance(ins, outs, program, p: Plan, reduce: str):
     tiles = [jnp.minimum(first + i, p.kv_tiles - 1) for i in range(TILES_PER_PROGRAM)]
     blocks = [(tile, part) for tile in tiles for part in range(0, p.kv_tile, THREADS)]
 
+    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    # A thread's weight is that of another entry than its own: see `Parts`.
+    entry = mosaic_inline.wide_order(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout))
+
     def write(results):
-        layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
         for (tile, part), result in zip(blocks, results, strict=True):
             start = tile * p.kv_tile + part
-            result = jnp.where(index < limit - start, result, 0.0)
-            outs["importance"][batch, head, pl.ds(start, THREADS)] = result
+            result = jnp.where(entry < limit - start, result, 0.0)
+            mosaic_inline.store_each(outs["importance"].at[batch, head, pl.ds(start, THREADS)], result, entry)
+
+    query = ins["query"][batch]
 
     @pl.when(first * p.kv_tile < limit)
     def _some():
         over = ins["over"] if p.prefix_sums else ins["lse"]
         by_split = p.prefix_sums or p.splits > 1
-        query = ins["query"][batch]
+
+        # All loads first, so that they are in flight together.
+        def load(tile, part, member):
+            weights = plgpu.load(ins["weights"].at[batch, head, tile, member, pl.ds(part, THREADS)], layout=layout)
+            return weights, ins["tops"][batch, head, tile, member]
+
+        kept = [[load(*block, member) for block in blocks] for member in range(p.group)]
         results = [jnp.zeros((THREADS,), jnp.float32) for _ in blocks]
         for member in range(p.group):
             row_tile, row = p.row_of(query, member)
@@ -164,14 +174,14 @@ def _importance(ins, outs, program, p: Plan, reduce: str):
                 lse = over[batch, query, head * p.group + member]
             # Nothing seen: every weight is masked anyway, and 0 keeps the arithmetic finite.
             lse = jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
-            for i, (tile, part) in enumerate(blocks):
-                weights = ins["weights"][batch, head, tile, member, pl.ds(part, THREADS)].astype(jnp.float32)
-                factor = jnp.exp2(ins["tops"][batch, head, tile, member] - lse)
+            for i, (weights, top) in enumerate(kept[member]):
+                weights = weights.astype(jnp.float32)
+                factor = jnp.exp2(top - lse)
                 if reduce == "max":
                     results[i] = jnp.maximum(results[i], weights * factor)
                 else:
                     results[i] += weights * (factor * (1 / p.group))
-        write(results)  # after all loads, so that these are in flight together
+        write(results)
 
     @pl.when(first * p.kv_tile >= limit)
     def _none():

@@ -65,7 +65,8 @@ class Parts(NamedTuple):
     lse: likewise `f32[B, T, H]` or `f32[S, B, K, R, rows]`, natural log.
     prefix_lse: `f32[S, B, K, R, rows]` over the prefix alone, or None.
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
-      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written.
+      `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written. The entries of a tile
+      are in `mosaic_inline.wide_order`.
     """
 
     out: jax.Array
@@ -295,7 +296,9 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
             prefix_total = prefix_total * shrink + prefix_sum
         total = total * shrink + row_sum
         acc *= lax.broadcast_in_dim(shrink, acc_shape, [0])
-        kept = weights.astype(jnp.bfloat16) if keep_weights is not None else None
+        # float16 would lose the small ones. What is bfloat16 anyway is not rounded twice.
+        keeps_its_own = keep_weights is not None and p.dtype != jnp.bfloat16
+        kept = weights.astype(jnp.bfloat16) if keeps_its_own else None
         weights = weights.astype(p.dtype)
         # Keeps the compiler from moving softmax arithmetic behind the barrier, into the other warpgroup's turn.
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
@@ -305,7 +308,9 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         if masked:
             _zero_tail(v_tile, e.longest - start, p)
 
-        beside = None if keep_weights is None else functools.partial(keep_weights, index, kept, new_top)
+        beside = None
+        if keep_weights is not None:
+            beside = functools.partial(keep_weights, index, weights if kept is None else kept, new_top)
         acc = _add_matmul(acc, weights, v_tile, beside)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total
@@ -368,5 +373,5 @@ def _zero_tail(v_tile, valid, p: Plan):
 
 
 def _keep_weights(outs: Parts, batch, head, slot, index, weights, top):
-    mosaic_inline.store_rows(outs.weights.at[batch, head, index], weights, [slot])
+    mosaic_inline.store_rows_wide(outs.weights.at[batch, head, index], weights, slot)
     mosaic_inline.store_rows(outs.tops.at[batch, head, index], top, [slot])

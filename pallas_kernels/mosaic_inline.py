@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, memref, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 
 def store_rows(ref, values, indices):
@@ -41,6 +43,66 @@ def store_rows(ref, values, indices):
                     vector.store(block[half], ref, [*rows, arith.addi(column, utils.c(8 * j, index))])
 
     store(ref, values, *indices)
+
+
+def store_rows_wide(ref, values, rows):
+    """Stores rows of a wgmma tile 16 bytes at a time, their entries in another order: see `wide_order`.
+
+    ref: in GMEM, `[m, n]`, each row 16-byte aligned. values: `[64, n]` in the WGMMA layout, of ref's dtype, which has
+      16 bits; n a multiple of 32. rows: `i32[64]` in the row layout; row r goes to ref[rows[r]], or nowhere if that is
+      negative.
+
+    In their own order the four threads that share a row hold 4 bytes each of 16, so a row takes four times as many
+    store instructions, each of half a sector of memory. Predicated stores instead of a branch: most rows go nowhere,
+    and code on both sides can still be mixed with them.
+    """
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, by_row))
+    def store(_, ref, values, rows):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        blocks = values.registers.reshape(-1, 2)
+        base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+        mine = arith.muli(arith.remui(thread, utils.c(4, i32)), utils.c(16, i32))
+        for half in range(2):
+            row = _scalar(rows.registers.reshape(2)[half])
+            offset = arith.addi(arith.muli(row, utils.c(2 * values.shape[1], i32)), mine)
+            start = arith.addi(base, arith.extsi(i64, offset))
+            for i in range(0, len(blocks), 4):
+                words = [utils.bitcast(block[half], i32) for block in blocks[i : i + 4]]
+                address = arith.addi(start, utils.c(16 * i, i64))
+                code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
+                nothing = ir.Type.parse("!llvm.void")
+                llvm.inline_asm(nothing, [address, row, *words], code, "l,r,r,r,r,r,~{memory}", has_side_effects=True)
+
+    store(ref, values, rows)
+
+
+def wide_order(index):
+    """The entry (i32, like index) that `store_rows_wide` puts at each position of a row.
+
+    Within 32 entries thread t of a row's four holds 2 t, 2 t + 1 and those 8, 16 and 24 further on, and stores them
+    together.
+    """
+    upper = index & ~31
+    pair, thread = (index & 6) * 4, lax.shift_right_logical(index & 24, jnp.full_like(index, 2))
+    return upper + pair + thread + (index & 1)
+
+
+def store_each(ref, values, places):
+    """ref[places[i]] = values[i], for ref `f32[n]` in GMEM, values `f32[n]` and places `i32[n]`, n = 128.
+
+    values and places in `WG_STRIDED((128,), vec_size=1)`: one of each per thread.
+    """
+    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store(_, ref, values, places):
+        [value], [place] = (x.registers.reshape(-1) for x in (values, places))
+        memref.store(_scalar(value), ref, [arith.index_cast(ir.IndexType.get(), _scalar(place))])
+
+    store(ref, values, places)
 
 
 def _scalar(register):

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels of block_attention in JAX's interpreter of Mosaic GPU, on the CPU.
 
-It runs the kernels' own code, with their barriers, copies and warpgroups, on simulated memory. Two operations it has no
-form of are replaced here: adding to a wgmma accumulator with an operand in registers, and the masked store of rows. The
+It runs the kernels' own code, with their barriers, copies and warpgroups, on simulated memory. What it has no form of
+is replaced here: adding to a wgmma accumulator with an operand in registers, and stores of single rows and entries. The
 tests in tests/gpu have those.
 """
 
@@ -42,7 +42,22 @@ def interpreted(monkeypatch):
                 ref[tuple(index[row] for index in indices)] = values[row]
 
     monkeypatch.setattr(attention_mosaic, "_add_matmul", add_matmul)
+
+    def store_rows_wide(ref, values, rows):
+        order = mosaic_inline.wide_order(jnp.arange(values.shape[1]))
+
+        @pl.loop(0, 64)
+        def _row(row):
+            @pl.when(rows[row] >= 0)
+            def _store():
+                ref[rows[row]] = values[row][order]
+
+    def store_each(ref, values, places):
+        ref[...] = jnp.zeros_like(values).at[places].set(values)
+
     monkeypatch.setattr(mosaic_inline, "store_rows", store_rows)
+    monkeypatch.setattr(mosaic_inline, "store_rows_wide", store_rows_wide)
+    monkeypatch.setattr(mosaic_inline, "store_each", store_each)
     with plgpu.force_gpu_interpret_mode():
         yield attention_mosaic.attention_mosaic
 
