@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,7 +22,7 @@ LENGTHS = (3, 130, 300, 64)
 
 
 def config_of(form: str, head_dim: int) -> ModelConfig:
-    base = dataclasses.replace(tiny.FORMS[form], num_layers=4, hidden_size=128, head_dim=head_dim, dtype="bfloat16")
+    base = dataclasses.replace(tiny.FORMS[form], num_layers=3, hidden_size=128, head_dim=head_dim, dtype="bfloat16")
     contract = dataclasses.replace(base.diffusion, block_length=32, small_block_length=8)
     return dataclasses.replace(base, diffusion=contract, max_position_embeddings=1024)
 
@@ -45,13 +44,16 @@ def committed(model: Model, plan: Plan, implementation: str | None) -> tuple[Any
     return full.k, np.asarray(run._rows.length)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
+@pytest.mark.parametrize(("form", "head_dim"), [("sdar", 128), ("fast_dllm", 64)])
 @pytest.mark.parametrize("plan", [Dense(), Mage(0.3, min_budget=16, dense_layers=1)], ids=["dense", "mage"])
 def test_the_cache_is_the_same_with_and_without_the_kernels(form: str, head_dim: int, plan: Plan) -> None:
-    """Of the prompt: tokens written later may differ where roundings decide a near tie."""
+    """Of the prompt: tokens written later may differ where roundings decide a near tie. A second run is the same."""
     model = model_of(config_of(form, head_dim))
-    ours, _ = committed(model, plan, "mosaic_gpu")
+    ours, lengths = committed(model, plan, "mosaic_gpu")
+    again, _ = committed(model, plan, "mosaic_gpu")
+    for row, length in enumerate(lengths):
+        written = [np.asarray(k[:, row, :, :length], np.float32) for k in (ours, again)]
+        np.testing.assert_array_equal(*written)
     plain, _ = committed(model, plan, "xla")
     for row, length in enumerate(LENGTHS):
         whole = length // 32 * 32
@@ -70,12 +72,3 @@ def test_a_budget_of_everything_is_dense(form: str) -> None:
     same = [a[:8] == b[:8] for a, b in zip(dense.tokens, sparse.tokens, strict=True)]
     assert sum(same) >= 3, (dense.tokens, sparse.tokens)
     assert sparse.stats.sparse_blocks == 0
-
-
-def test_a_second_run_is_the_same() -> None:
-    model = model_of(config_of("sdar", 128))
-    prompts = tiny.prompts(LENGTHS)
-    for plan in (Dense(), Mage(0.3, min_budget=16)):
-        first = generate(model, prompts, REQUEST, plan).tokens
-        assert generate(model, prompts, REQUEST, plan).tokens == first
-    assert jax.default_backend() == "gpu"

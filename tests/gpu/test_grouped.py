@@ -12,13 +12,16 @@ from tests.pallas_kernels.test_grouped import case, loop
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("config", [None, GroupedConfig(2, 4), GroupedConfig(1, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [("bfloat16", None), ("float16", None), ("bfloat16", GroupedConfig(2, 4)), ("bfloat16", GroupedConfig(1, 6))],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("shape", "crowd"),
     [((32, 8, 256, 512, 128), 0), ((1, 8, 64, 256, 64), 0), ((130, 4, 16, 256, 192), 100), ((600, 8, 32, 256, 128), 0)],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kernel(shape, crowd, config, dtype):
     """Few rows per expert; one token; an expert with several programs' rows; more pairs than are compared."""
     arguments = case(*shape, dtype, crowd)
