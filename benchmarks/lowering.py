@@ -7,6 +7,7 @@ back the program (`jax.export`); this process compiles it, which takes a fractio
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -39,6 +40,8 @@ class Workshop:
         self._kind = jax.devices()[0].device_kind
         self._processes: ProcessPoolExecutor | None = None
         if processes:
+            # Compiling a program that came from elsewhere needs what this import tells XLA: where Mosaic's runtime is.
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
             context = multiprocessing.get_context("spawn")  # a fork would inherit this process's CUDA
             self._processes = ProcessPoolExecutor(processes, mp_context=context, initializer=_without_gpu)
         self._threads = ThreadPoolExecutor(16)  # most of them wait for a process
