@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from herald_jax.config import DiffusionContract, ModelConfig, RopeConfig
 from herald_jax.loading import Model
-from herald_jax.model import flatten, init_params, unflatten
+from herald_jax.model import param_specs, unflatten
 
 # Ids of every form below.
 MASK = 95
@@ -87,17 +88,28 @@ LLAMA = dataclasses.replace(
 FORMS = {"sdar": SDAR, "fast_dllm": FAST_DLLM, "llama": LLAMA}
 
 
+@functools.partial(jax.jit, static_argnames="size")
+def _draws(seed: int, leaf: int, *, size: int) -> jax.Array:
+    """f32[size], normal, as `init_params` draws them, but by one program for all leaves of all models."""
+    return jax.random.normal(jax.random.fold_in(jax.random.key(seed), leaf), (size,), np.float32)
+
+
 @functools.lru_cache(maxsize=64)
 def params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Host arrays for `config`: weights with deviation about 1 / sqrt(fan in), so that every layer matters."""
-    leaves = flatten(jax.device_get(init_params(config, jax.random.key(seed), scale=1.0)))
-    for path, leaf in leaves.items():
+    leaves = {}
+    for index, (path, spec) in enumerate(sorted(param_specs(config).items())):
+        if path.endswith("scale"):
+            leaves[path] = np.ones(spec.shape, spec.dtype)
+            continue
+        count = math.prod(spec.shape)
         scale = 0.5
         if path.endswith("kernel") and not path.startswith("head"):
-            fan_in = config.hidden_size if "qkv" in path or "gate_up" in path else leaf.size // config.hidden_size
+            fan_in = config.hidden_size if "qkv" in path or "gate_up" in path else count // config.hidden_size
             scale = 1.5 * fan_in**-0.5
-        if not path.endswith("scale"):
-            leaves[path] = (leaf * scale).astype(leaf.dtype)
+        # A draw's beginning is the same whatever its length.
+        drawn = np.asarray(_draws(seed, index, size=max(8192, 1 << (count - 1).bit_length())))
+        leaves[path] = (drawn[:count].reshape(spec.shape).astype(spec.dtype) * scale).astype(spec.dtype)
     return unflatten(leaves)
 
 
