@@ -12,8 +12,8 @@ fill their ring with weights), and wait for its end before they read or write an
 - **No such launches of XLA's own.** Its kernels may read what they take for constant before they wait, which is right
   behind its own kernels but not behind ours. `COMPILER_OPTIONS` turns them off, too.
 
-All kernels wait before their first write, and a kernel has not ended before its wait has, so any kernel may rely on all
-that ran two or more places before it, however early it began.
+All kernels wait before their first write, and none has ended before its wait has. So behind its wait a kernel may rely
+on all that ran before it, not on its predecessor alone, however early any of them began.
 """
 
 from __future__ import annotations
