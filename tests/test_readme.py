@@ -82,6 +82,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, environment
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_commands_and_python_run(workspace: tuple[Path, dict[str, str]]) -> None:
     """All of them in the order a reader meets them, since later ones use what earlier ones made."""

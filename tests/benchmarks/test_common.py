@@ -43,6 +43,7 @@ def test_inputs_outgrow_the_cache():
     assert common.input_sets(2**30) == 1
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_attention_benchmark_runs_on_tiny_shapes():
     rows = kernels_attention.rows({"copy_bandwidth": 1e10, "quick": True})

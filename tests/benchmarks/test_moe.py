@@ -25,6 +25,7 @@ def test_published_sizes() -> None:
     assert not moe.fits(mini, 4, 65536, 48e9)
 
 
+@pytest.mark.once
 def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", MOE)
     params = moe.parameters(MOE)

@@ -13,6 +13,8 @@ from herald_jax import Dense, Mage
 from herald_jax.model import init_params
 from tests.herald_jax import tiny
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
 @pytest.mark.parametrize("plan", [Dense(), Mage(8, min_budget=0, dense_layers=1)], ids=["dense", "mage"])

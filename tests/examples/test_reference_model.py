@@ -18,6 +18,8 @@ from herald_jax import tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.model import flatten
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:

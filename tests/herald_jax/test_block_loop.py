@@ -70,7 +70,9 @@ def row_keys(seed: int, rows: int) -> jax.Array:
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(rows))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "-Threshold-" in name else [pytest.mark.once]) for name in CASES]
+)
 def test_equals_plain_decoding_row_by_row(name: str) -> None:
     """Tokens, blocks, steps and commits are those of a restatement that has neither cache nor batch nor device loop."""
     model, prompts, config = case(name)
@@ -85,6 +87,7 @@ def test_equals_plain_decoding_row_by_row(name: str) -> None:
     assert result.stats.batch_forwards == max(sum(row.steps) + len(row.steps) - 1 for row in expected)
 
 
+@pytest.mark.once
 def test_the_cases_decide_something() -> None:
     """The comparison above would mean little if rows never stopped, or caches, keys and policies never mattered."""
     stopped = [generate(*case(name)).tokens for name in CASES]
@@ -100,6 +103,7 @@ def test_the_cases_decide_something() -> None:
     assert quick.steps_per_block < 0.6 * slow.steps_per_block
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["sdar-Threshold-greedy", "fast_dllm-cache-Threshold-filtered"])
 def test_equals_a_python_loop_over_step(name: str) -> None:
     """`run_blocks` is `while not done: step(...)`, in every field of the state."""
@@ -122,7 +126,10 @@ def test_equals_a_python_loop_over_step(name: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("name", ["sdar-Threshold-warm", "fast_dllm-cache-Threshold-filtered"])
+@pytest.mark.parametrize(
+    "name",
+    ["sdar-Threshold-warm", pytest.param("fast_dllm-cache-Threshold-filtered", marks=pytest.mark.once)],
+)
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     """Other neighbours, other places in the batch, no neighbours: the same prompt with the same key writes the same."""
     model, prompts, config = case(name, ignore_stop=True)

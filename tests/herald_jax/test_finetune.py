@@ -86,6 +86,7 @@ def test_bad_batches_are_refused() -> None:
         corrupt(jax.random.key(0), jnp.zeros((1, 30), jnp.int32), tiny.LLAMA.diffusion)
 
 
+@pytest.mark.once
 def test_every_way_to_run_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scanned or unrolled, recomputed or kept, in chunks or not, all blocks in order or named one by one."""
     config = tiny.FAST_DLLM
@@ -102,6 +103,7 @@ def test_every_way_to_run_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_allclose(tokens, others, atol=2e-4)
 
 
+@pytest.mark.once
 def test_chosen_blocks_have_the_loss_they_have_among_all() -> None:
     """Copying some blocks only, in any order, changes nothing for those that are copied."""
     config, batch = tiny.SDAR, some_batch()
@@ -134,6 +136,7 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     np.testing.assert_allclose(nll(config, params, packed)[1], tokens.reshape(1, 32, 4), atol=2e-4)
 
 
+@pytest.mark.once
 def test_gradient_is_the_slope() -> None:
     """Along random directions, the gradient of the float32 loss is its central difference; nothing is left out."""
     config = tiny.FAST_DLLM

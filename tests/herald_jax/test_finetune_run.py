@@ -80,6 +80,7 @@ def test_learning_rate() -> None:
     np.testing.assert_allclose(rates, [0.1, 1.0, 1.0, 0.55, 0.1], atol=5e-3)
 
 
+@pytest.mark.once
 def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`herald-finetune` on a tiny checkpoint: the result loads, differs where adapters are, and a rerun continues."""
     source = checkpoint.save(tmp_path / "model")

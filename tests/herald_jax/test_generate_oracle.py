@@ -44,7 +44,13 @@ def request(case: cases.Case) -> GenerateConfig:
     )
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.once] if case.block_length == 32 else [])
+        for case in cases.CASES
+    ],
+)
 def test_decode(case: cases.Case, oracle_model: Callable[..., herald_jax.Model]) -> None:
     rows = DECODES["cases"][case.name]["rows"]
     model = oracle_model(case.model, case.block_length, case.small_block_length)

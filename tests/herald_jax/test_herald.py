@@ -42,7 +42,7 @@ def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
     ("form", "plan"),
     [
         ("sdar", Herald(1.0, dense_layers=1)),
-        ("sdar", Herald(1.0, selector="split", split=0.4, index_bits=4)),
+        pytest.param("sdar", Herald(1.0, selector="split", split=0.4, index_bits=4), marks=pytest.mark.once),
         ("fast_dllm", Herald(1.0, selector="index", draft_at=0.2)),
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.selector}-{x.query}",
@@ -66,7 +66,11 @@ def test_without_a_draft_it_selects_as_mage_does():
 
 PLANS = [
     ("sdar", SPARSE),
-    ("sdar", Herald(6, min_budget=0, query="last", reduce="max", sinks=1, recent=2, draft_at=0.75, dense_layers=1)),
+    pytest.param(
+        "sdar",
+        Herald(6, min_budget=0, query="last", reduce="max", sinks=1, recent=2, draft_at=0.75, dense_layers=1),
+        marks=pytest.mark.once,
+    ),
     ("fast_dllm", Herald(0.25, min_budget=3, query="mean", draft_at=0.3)),
 ]
 

@@ -26,12 +26,12 @@ REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=T
     "plan",
     [
         Mage(1.0, dense_layers=1),
-        Mage(1000, dense_layers=0, query="center", select_at_step=2),
-        Mage(1.0, dense_layers=0, allocate="layer_adaptive"),
+        pytest.param(Mage(1000, dense_layers=0, query="center", select_at_step=2), marks=pytest.mark.once),
+        pytest.param(Mage(1.0, dense_layers=0, allocate="layer_adaptive"), marks=pytest.mark.once),
         Mage(0.01, dense_layers=0, min_budget=64, selector="oracle"),
-        Mage(1.0, dense_layers=1, query="last", selector="oracle"),
+        pytest.param(Mage(1.0, dense_layers=1, query="last", selector="oracle"), marks=pytest.mark.once),
         Mage(1.0, dense_layers=1, selector="quest"),
-        Mage(1.0, dense_layers=0, selector="random"),
+        pytest.param(Mage(1.0, dense_layers=0, selector="random"), marks=pytest.mark.once),
     ],
     ids=lambda plan: f"{plan.selector}-{plan.allocate}-{plan.query}",
 )
@@ -48,13 +48,16 @@ def test_choosing_everything_is_dense(plan):
 
 PLANS = [
     ("sdar", Mage(0.2, dense_layers=1, min_budget=2)),
-    (
+    pytest.param(
         "sdar",
         Mage(5, dense_layers=0, min_budget=0, query="center", reduce="max", normalise="prefix", sinks=1, recent=2),
+        marks=pytest.mark.once,
     ),
-    ("sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2)),
+    pytest.param(
+        "sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2), marks=pytest.mark.once
+    ),
     ("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal")),
-    ("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent")),
+    pytest.param("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent"), marks=pytest.mark.once),
     ("fast_dllm", Mage(0.2, dense_layers=1, min_budget=2, query="first")),
 ]
 
@@ -78,7 +81,10 @@ def test_equals_the_plain_restatement_row_by_row(form, plan):
 
 @pytest.mark.parametrize(
     "plan",
-    [Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"), Mage(4, min_budget=0, selector="random")],
+    [
+        Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"),
+        pytest.param(Mage(4, min_budget=0, selector="random"), marks=pytest.mark.once),
+    ],
     ids=["layer_adaptive", "random"],
 )
 def test_a_row_does_not_depend_on_its_neighbours(plan):
@@ -91,6 +97,7 @@ def test_a_row_does_not_depend_on_its_neighbours(plan):
     assert together == swapped[::-1]
 
 
+@pytest.mark.once
 def test_jitted_loop_is_the_python_loop():
     config = FORMS["sdar"]
     model, plan = tiny.model(config), Mage(0.3, dense_layers=1, min_budget=2, select_at_step=2)
@@ -155,6 +162,7 @@ def test_pool_holds_the_chosen_rows_bit_for_bit():
                 np.testing.assert_array_equal(np.asarray(pool)[-1, b, head, :6], np.asarray(full)[-1, b, head, chosen])
 
 
+@pytest.mark.once
 def test_recall_and_kept_mass_are_the_plain_ones():
     """Measured beside the sparse steps, on one device and on a mesh, without changing a token."""
     config, plan = FORMS["sdar"], Mage(5, dense_layers=1, min_budget=0, query="center")

@@ -47,13 +47,13 @@ def alone(form: str, request: str) -> list[list[int]]:
     ("form", "request_name", "shape"),
     [
         ("sdar", "sampled", {"model": 2}),
-        ("sdar", "sampled", {"data": 2, "model": 2}),
+        pytest.param("sdar", "sampled", {"data": 2, "model": 2}, marks=pytest.mark.once),
         ("fast_dllm", "greedy", {"model": 4}),
         ("fast_dllm", "cached", {"data": 2, "model": 2}),
         ("llama", "greedy", {"data": 2}),
-        ("llama", "sampled", {"model": 4}),
+        pytest.param("llama", "sampled", {"model": 4}, marks=pytest.mark.once),
         ("sdar-2-heads", "greedy", {"model": 4}),
-        ("fast_dllm-1-head", "sampled", {"data": 2, "model": 2}),
+        pytest.param("fast_dllm-1-head", "sampled", {"data": 2, "model": 2}, marks=pytest.mark.once),
     ],
     ids=str,
 )

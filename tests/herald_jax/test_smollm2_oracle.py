@@ -22,7 +22,7 @@ from herald_jax.generate import capacity_for
 from herald_jax.prefill import chunk_length, prefill
 from tests.data_packages import smollm2_gguf
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]
+pytestmark = [pytest.mark.slow, pytest.mark.once, pytest.mark.usefixtures("optimised")]
 
 DATA = pathlib.Path(__file__).parents[1] / "oracles" / "data"
 RECORDED: dict[str, Any] = json.loads((DATA / "smollm2.json").read_text())
