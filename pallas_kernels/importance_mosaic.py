@@ -124,11 +124,11 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                 for i, tile in enumerate(tiles):
 
                     def scores_of(acc_ref, i=i):
-                        if TURNS:
-                            plgpu.barrier_wait(turn.at[wg])
                         plgpu.wgmma(acc_ref, k_smem.at[slot], q_smem.at[i].transpose((1, 0)))
                         return acc_ref[...]
 
+                    if TURNS:
+                        plgpu.barrier_wait(turn.at[wg])
                     s = pl.run_scoped(scores_of, plgpu.ACC((TILE, p.rows), jnp.float32))
                     if TURNS:
                         plgpu.barrier_arrive(turn.at[next_wg])
