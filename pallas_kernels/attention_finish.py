@@ -149,7 +149,7 @@ def _importance(ins, outs, program, p: Plan, reduce: str):
     def write(results):
         for (tile, part), result in zip(blocks, results, strict=True):
             start = tile * p.kv_tile + part
-            result = jnp.where(entry < limit - start, result, 0.0)
+            result = plgpu.layout_cast(jnp.where(entry < limit - start, result, 0.0), layout)
             mosaic_inline.store_each(outs["importance"].at[batch, head, pl.ds(start, THREADS)], result, entry)
 
     query = ins["query"][batch]
