@@ -54,7 +54,7 @@ def test_lengths_of_one_axis_and_a_scale():
     case = Case(((7,), (12,)), queries=3, group=2, entries=12, head_dim=8, dtype="float32")
     p = make(case)
     result = block_attention(p.q, p.k, p.v, jnp.asarray([7, 12]), scale=0.5)
-    out, lse = attention_reference(p.q, p.k, p.v, p.lengths, scale=0.5)
+    out, lse = jax.jit(functools.partial(attention_reference, scale=0.5))(p.q, p.k, p.v, p.lengths)
     assert_close(result.out, out, "float32")
     assert_close(result.lse, lse, "float32")
 
@@ -106,7 +106,8 @@ def test_inside_loops_conditions_and_a_traced_layer():
 
         return lax.while_loop(lambda state: state[0] < 3, body, (jnp.int32(0), jnp.zeros_like(q), k, v))[1:]
 
-    expected = sum(attention_reference(p.q, k[i], v[i], p.lengths)[0] for i in range(2))
+    reference = jax.jit(attention_reference)
+    expected = sum(reference(p.q, k[i], v[i], p.lengths)[0] for i in range(2))
     total, k_after, _ = run(p.q, k + 0, v, p.lengths)  # donates what it is given
     assert_close(total, expected, "float32")
     np.testing.assert_array_equal(k_after, k)
@@ -160,8 +161,8 @@ def test_gradient_of_the_xla_form():
     def loss(attend, q):
         return jnp.sum(attend(q) ** 2)
 
-    ours = jax.grad(functools.partial(loss, lambda q: block_attention(q, k, v, p.lengths).out))(p.q)
-    expected = jax.grad(functools.partial(loss, lambda q: attention_reference(q, k, v, p.lengths)[0]))(p.q)
+    ours = jax.jit(jax.grad(functools.partial(loss, lambda q: block_attention(q, k, v, p.lengths).out)))(p.q)
+    expected = jax.jit(jax.grad(functools.partial(loss, lambda q: attention_reference(q, k, v, p.lengths)[0])))(p.q)
     assert_close(ours, expected, "float32", scale=10)
 
 
@@ -169,13 +170,14 @@ def test_merge_by_lse_joins_parts_of_the_entries():
     case = Case(((20,), (7,)), queries=3, group=2, entries=20, head_dim=8, dtype="float32")
     p = make(case)
     v = jnp.where(jnp.isnan(p.v), 0, p.v)
+    reference = jax.jit(attention_reference)
     parts = [
-        attention_reference(p.q, p.k[:, :, a:b], v[:, :, a:b], jnp.clip(p.lengths - a, 0, b - a))
+        reference(p.q, p.k[:, :, a:b], v[:, :, a:b], jnp.clip(p.lengths - a, 0, b - a))
         for a, b in ((0, 7), (7, 8), (8, 20))
     ]
     outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
-    out, lse = merge_by_lse(jnp.where(jnp.isneginf(lses)[..., None], jnp.nan, outs), lses)
-    expected_out, expected_lse = attention_reference(p.q, p.k, v, p.lengths)
+    out, lse = jax.jit(merge_by_lse)(jnp.where(jnp.isneginf(lses)[..., None], jnp.nan, outs), lses)
+    expected_out, expected_lse = reference(p.q, p.k, v, p.lengths)
     assert_close(out, expected_out, "float32")
     assert_close(lse, expected_lse, "float32")
     nothing, none = merge_by_lse(jnp.full((2, 3, 4), jnp.nan), jnp.full((2, 3), -jnp.inf))
