@@ -32,6 +32,8 @@ KERNEL_NAME = "block_attention"
 LOG2E = math.log2(math.e)
 # Where a row's running maximum starts: finite, so that a row that has seen nothing gives exp2(-inf - M) = 0, not NaN.
 LOWEST = -1e30
+# Whether a kernel that starts early has its first tiles fetched into the L2.
+PREFETCH = True
 
 
 def attention_mosaic(
@@ -120,10 +122,12 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     early = overlap.active()
 
     def body(*refs, **scratch):
-        overlap.begin(early)
-        overlap.wait(early)
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
+        overlap.begin(early)
+        if early and p.uniform and PREFETCH:
+            _prefetch(ins, p)
+        overlap.wait(early)
         _body(ins, outs, scratch, plan, scale)
 
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -245,6 +249,29 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
         filled = jnp.minimum(first + p.stages, last)
         pl.loop(first, filled)(functools.partial(load, wait=False))
         pl.loop(filled, last)(functools.partial(load, wait=True))
+
+
+def _prefetch(ins: _Inputs, p: Plan):
+    """Has the L2 fetch a program's first tiles of K and V, while the kernel before is still at work.
+
+    What is read for that, that kernel may be about to write. So nothing but the choice of what to fetch depends on it,
+    and whatever it says must be inside the arrays.
+    """
+    tile = p.tiles - 1 - lax.axis_index("tile")
+    batch, head = divide(lax.axis_index("head"), p.kv_heads)
+    run = lax.div(divide(tile * p.slabs, p.group)[0] * p.query_chunk, p.queries_per_run)
+    kv_tiles = divide(jnp.clip(ins.lengths[batch, run], 0, p.entries) + p.kv_tile - 1, p.kv_tile)[0]
+    first, last = (lax.div(kv_tiles * (lax.axis_index("split") + i), p.splits) for i in (0, 1))
+
+    @pl.when(lax.axis_index("wg") == p.warpgroups)
+    def _fetch():
+        layer = None if ins.layer is None else jnp.clip(ins.layer[0], 0, ins.k.shape[0] - 1)
+
+        @pl.loop(first, jnp.minimum(first + p.stages, last))
+        def _tile(index):
+            where = (batch, head, pl.ds(index * p.kv_tile, p.kv_tile))
+            for ref in (ins.k, ins.v):
+                plgpu.async_prefetch(ref.at[where if layer is None else (layer, *where)])
 
 
 def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: float):
