@@ -10,6 +10,9 @@ it reads, not of what is allocated. The attention kernel cuts what is visible in
 lengths, but for one row of Fast-dLLM v2 1.5B at 128K (33, not 32). The sparse programs are compiled for each context:
 importance, choice and pool do take the time of their sizes.
 
+All programs of a case are compiled before its arrays are made. With `--side-by-side` each case compiles in a process of
+its own, all at once, and they measure one after the other (`benchmarks.turns`).
+
 The floor of a step is the bytes it must read (weights once; the pool, or for a dense step the whole cache, once) over
 the measured copy bandwidth, or its matmuls at the measured rate where that takes longer.
 """
@@ -23,7 +26,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,13 +37,14 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
+from benchmarks.turns import Turns, run_side_by_side
 from herald_jax import Dense, Mage, ModelConfig, Threshold, select
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling, predict
 from herald_jax.generate import capacity_for
 from herald_jax.mage import MageKV
-from herald_jax.model import Params, bind, init_params, param_specs
+from herald_jax.model import Params, bind, init_params, param_specs, unflatten
 from herald_jax.plans import Plan
 from herald_jax.prefill import prefill
 
@@ -109,27 +115,42 @@ def rewind(rows: Rows, context: jax.Array, *, seeded: bool) -> Rows:
     )  # fmt: skip
 
 
-def measure(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> BlockTime:
+def compile_ahead(config: ModelConfig, batch: int, context: int, plan: Plan) -> Callable[..., Rows]:
+    """The program of `measure`, compiled from shapes alone."""
+    params = unflatten({
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in param_specs(config).items()
+    })  # fmt: skip
+    rows = jax.eval_shape(lambda params: start(config, params, batch, context, plan)[0], params)
+    arguments = (params, rows, Threshold(0.5), _GREEDY, _NO_STOPS, np.bool_(False))
+    return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan)).compile()
+
+
+def measure(
+    config: ModelConfig, params: Params, batch: int, context: int, plan: Plan,
+    compiled: Callable[..., Rows] | None = None,
+) -> BlockTime:  # fmt: skip
     """Time BLOCKS blocks at one step and at 32 steps each; medians of three runs of each."""
-    return measure_contexts(config, params, batch, [context], plan)[context]
+    return measure_contexts(config, params, batch, [context], plan, compiled)[context]
 
 
 def measure_contexts(
-    config: ModelConfig, params: Params, batch: int, contexts: Sequence[int], plan: Plan
-) -> dict[int, BlockTime]:
-    """`measure` at several contexts, by one program with room for the longest."""
+    config: ModelConfig, params: Params, batch: int, contexts: Sequence[int], plan: Plan,
+    compiled: Callable[..., Rows] | None = None,
+) -> dict[int, BlockTime]:  # fmt: skip
+    """`measure` at several contexts, by one program with room for the longest: `compiled`, if it is there already."""
     rows, options = start(config, params, batch, max(contexts), plan)
+    run = compiled or functools.partial(run_blocks, options=options)
     found = {}
     for context in contexts:
         taken: dict[float, list[float]] = {0.0: [], 1.0: []}
-        for threshold in (0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
+        for threshold in (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
             rows = jax.block_until_ready(rewind(rows, np.int32(context), seeded=config.diffusion.seeded))
             began = time.perf_counter()
-            rows = run_blocks(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False), options=options)
+            rows = run(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False))
             forwards = int(rows.batch_forwards)
             taken[threshold].append(time.perf_counter() - began)
         # The last block is not committed: BLOCKS * (steps + 1) - 1 forwards, BLOCKS of them first ones.
-        one, many = (float(np.median(taken[t][1:])) for t in (0.0, 1.0))
+        one, many = (float(np.median(times)) for times in (taken[0.0][1:], taken[1.0]))
         later = (many - one) / (forwards - (2 * BLOCKS - 1))
         found[context] = BlockTime((one - (BLOCKS - 1) * later) / BLOCKS, later)
     return found
@@ -197,27 +218,6 @@ def floor_of(config: ModelConfig, batch: int, entries: float, bandwidth: float, 
     return max(nbytes / bandwidth, (step_flops(config, rows) + attention) / rate)
 
 
-def case_rows(
-    name: str, batch: int, context: int, dense: BlockTime, budget: float, params: Params, bandwidth: float,
-    rate: float, *, cudnn: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Everything measured for one shape, batch and context, beside the dense plan's times."""
-    config = SHAPES[name]
-    plan = Mage(budget)
-    sparse = measure(config, params, batch, context, plan)
-    layers = config.num_layers
-    pool = select.selected_capacity(plan, context)
-    entries = (plan.dense_layers * context + (layers - plan.dense_layers) * min(pool, context)) / layers
-    gain = dense.later - sparse.later
-    return {
-        "sparse": sparse,
-        "dense_floor": floor_of(config, batch, context, bandwidth, rate),
-        "sparse_floor": floor_of(config, batch, entries, bandwidth, rate),
-        "break_even": (sparse.first - dense.first) / gain if gain > 0 else float("inf"),
-        "cudnn": measure_cudnn(config, params, batch, context) if cudnn else float("nan"),
-    }
-
-
 def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> int:
     """Device memory of a case under MAGE, which needs the most: parameters, cache, pool, and what a step works with."""
     block = config.diffusion.block_length
@@ -257,6 +257,129 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+class Run:
+    """Rows of the cases of one process."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.turns = options, Turns(options.turns)
+        self.rows: list[dict[str, Any]] = []
+        self.bandwidth = self.rate = 0.0
+        self.loaded, self.params = "", {}
+
+    def add(self, id: str, value: float, detail: dict[str, Any] | None = None, unit: str = "x") -> None:
+        self.rows.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail))
+
+    def save(self) -> None:
+        common.write_results("mage", self.rows + summary(self.rows), folder=self.options.out)
+
+    def case(self, name: str, batch: int) -> None:
+        """Compiles everything for one shape and batch, then measures it, context by context."""
+        config, plan = SHAPES[name], Mage(self.options.budget)
+        memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
+        contexts = []
+        for thousands in map(int, self.options.contexts.split(",")):
+            context = thousands * 1024
+            if fits(config, batch, context, plan, memory):
+                contexts.append(context)
+            else:
+                sizes = f"needs {bytes_needed(config, batch, context, plan) / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
+                print(f"{name} b{batch} {thousands}k does not fit: {sizes}", flush=True)
+        if not contexts:
+            return
+        where = f"{name} b{batch}"
+        with self.turns.compiling(), ThreadPoolExecutor(3) as threads:
+            common.stage(f"{where}: compiling {1 + len(contexts)} programs")
+            # While XLA compiles one, Python lowers the next.
+            making = {context: threads.submit(compile_ahead, config, batch, context, plan) for context in contexts}
+            dense = threads.submit(compile_ahead, config, batch, max(contexts), Dense())
+            sparse = {context: made.result() for context, made in making.items()}
+            whole = dense.result()
+        self.turns.begin_measuring()
+        common.stage(f"{where}: measuring")
+        self._load(name)
+        times = measure_contexts(config, self.params, batch, contexts, Dense(), whole)
+        common.stage(f"{where}: dense plan measured")
+        for context in contexts:
+            taken = measure(config, self.params, batch, context, plan, sparse[context])
+            self._context(name, batch, context, times[context], taken)
+            self.save()  # after every case: a run that is cut short keeps what it has
+            common.stage(f"{where}: {context // 1024}k measured")
+
+    def _load(self, name: str) -> None:
+        """Random weights of that shape, the machine's rates, and the prefill row where it is wanted."""
+        if not self.bandwidth:
+            self.bandwidth, self.rate = common.copy_bandwidth(), matmul_rate()
+            print(f"copy {self.bandwidth / 1e12:.2f} TB/s, matmul {self.rate / 1e12:.0f} TFLOP/s", flush=True)
+        if self.loaded == name:
+            return
+        config = SHAPES[name]
+        self.params = {}  # free the last model before the next is made
+        self.params, self.loaded = init_params(config, jax.random.key(0)), name
+        if name == "sdar8b" and self.options.prefill:
+            length = self.options.prefill * 1024
+            seconds = measure_prefill(config, self.params, length)
+            attention = 4 * config.num_heads * config.head_dim * config.num_layers * length**2 / 2
+            flops = step_flops(config, length) - 2 * length * config.vocab_size * config.hidden_size + attention
+            detail = {"seconds": seconds, "flops": flops, "matmul_rate": self.rate}
+            id = f"prefill/{name}/{self.options.prefill}k/mfu"
+            self.rows.append(common.row(id, flops / seconds / self.rate, "", goal=">=0.45", detail=detail))
+            print(id, self.rows[-1]["value"], detail, flush=True)
+
+    def _context(self, name: str, batch: int, context: int, dense: BlockTime, sparse: BlockTime) -> None:
+        """The rows of one shape, batch and context."""
+        config, plan, thousands = SHAPES[name], Mage(self.options.budget), context // 1024
+        pool = select.selected_capacity(plan, context)
+        whole = plan.dense_layers * context + (config.num_layers - plan.dense_layers) * min(pool, context)
+        floors = [
+            floor_of(config, batch, entries, self.bandwidth, self.rate)
+            for entries in (context, whole / config.num_layers)
+        ]
+        where = f"{name}/{thousands}k/b{batch}"
+        detail = {
+            "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
+            "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
+            "dense_floor_ms": floors[0] * 1e3, "sparse_floor_ms": floors[1] * 1e3,
+        }  # fmt: skip
+        self.add(f"sparse_step/{where}/over_floor", sparse.later / floors[1], detail)
+        self.add(f"step_speedup/{where}", dense.later / sparse.later, detail)
+        self.add(f"block_speedup/{where}", dense.block() / sparse.block(), detail)
+        self.add(f"first_step/{where}/over_dense", sparse.first / dense.later, detail)
+        if f"{name}:{batch}:{thousands}" in self.options.cudnn.split(","):
+            cudnn = measure_cudnn(config, self.params, batch, context)
+            self.add(f"step_speedup_vs_cudnn/{where}", cudnn / sparse.later, {"cudnn_step_ms": cudnn * 1e3})
+        if thousands == 64:
+            gain = dense.later - sparse.later
+            steps = (sparse.first - dense.first) / gain if gain > 0 else float("inf")
+            self.add(f"break_even_steps/{where}", steps, detail, "steps")
+        print(where, {**detail, "step_speedup": dense.later / sparse.later}, flush=True)
+
+
+def side_by_side(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case in a process of its own; the rows of all."""
+    # This process only names the machine in the results file.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    arguments, prefill = [], options.prefill
+    for case in options.cases.split(","):
+        own = prefill if case.startswith("sdar8b:") else 0
+        prefill -= own  # one process measures it
+        arguments.append(
+            ["--cases", case, "--contexts", options.contexts, "--budget", str(options.budget), "--cudnn",
+             options.cudnn, "--prefill", str(own)]
+        )  # fmt: skip
+
+    def cases_only(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The summaries of the processes give way to one of all."""
+        summaries = {row["id"] for row in summary(rows)}
+        found = [row for row in rows if row["id"] not in summaries]
+        return found + summary(found)
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if rows:
+            common.write_results("mage", cases_only(rows), folder=options.out)
+
+    return cases_only(run_side_by_side("benchmarks.mage", arguments, save))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(f"{n}:{b}" for n, b in CASES), help="shape:batch, comma-separated")
@@ -264,69 +387,22 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.05)
     parser.add_argument("--cudnn", default="sdar8b:4:128", help="shape:batch:context cases to run on cudnn too")
     parser.add_argument("--prefill", type=int, default=32, help="prompt of the prefill row, in units of 1024 tokens")
+    parser.add_argument("--side-by-side", action="store_true", help="compile the cases in a process each, all at once")
+    parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)
     common.output_option(parser)
     options = parser.parse_args()
 
     # Before JAX's first use: of the three quarters that JAX takes by default, 4 rows of 128K of an 8B need more.
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    bandwidth, rate = common.copy_bandwidth(), matmul_rate()
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
-    rows: list[dict[str, Any]] = []
-
-    def add(id: str, value: float, detail: dict[str, Any] | None = None, unit: str = "x") -> None:
-        rows.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail))
-
-    loaded, params = None, {}
-    for name, batch in ((n, int(b)) for n, b in (case.split(":") for case in options.cases.split(","))):
-        config = SHAPES[name]
-        if loaded != name:
-            params = {}  # free the last model before the next is made
-            params, loaded = init_params(config, jax.random.key(0)), name
-            if name == "sdar8b" and options.prefill:
-                length = options.prefill * 1024
-                seconds = measure_prefill(config, params, length)
-                attention = 4 * config.num_heads * config.head_dim * config.num_layers * length**2 / 2
-                flops = step_flops(config, length) - 2 * length * config.vocab_size * config.hidden_size + attention
-                detail = {"seconds": seconds, "flops": flops, "matmul_rate": rate}
-                id = f"prefill/{name}/{options.prefill}k/mfu"
-                rows.append(common.row(id, flops / seconds / rate, "", goal=">=0.45", detail=detail))
-        contexts = []
-        for thousands in map(int, options.contexts.split(",")):
-            context, plan = thousands * 1024, Mage(options.budget)
-            if fits(config, batch, context, plan, memory):
-                contexts.append(context)
-            else:
-                needed = bytes_needed(config, batch, context, plan)
-                sizes = f"needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
-                print(f"{name} b{batch} {thousands}k does not fit: {sizes}", flush=True)
-        dense_times = measure_contexts(config, params, batch, contexts, Dense()) if contexts else {}
-        for context, dense in dense_times.items():
-            thousands = context // 1024
-            cudnn = f"{name}:{batch}:{thousands}" in options.cudnn.split(",")
-            got = case_rows(name, batch, context, dense, options.budget, params, bandwidth, rate, cudnn=cudnn)
-            where = f"{name}/{thousands}k/b{batch}"
-            sparse = got["sparse"]
-            detail = {
-                "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
-                "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
-                "dense_floor_ms": got["dense_floor"] * 1e3, "sparse_floor_ms": got["sparse_floor"] * 1e3,
-            }  # fmt: skip
-            add(f"sparse_step/{where}/over_floor", sparse.later / got["sparse_floor"], detail)
-            add(f"step_speedup/{where}", dense.later / sparse.later, detail)
-            add(f"block_speedup/{where}", dense.block() / sparse.block(), detail)
-            add(f"first_step/{where}/over_dense", sparse.first / dense.later, detail)
-            if cudnn:
-                add(
-                    f"step_speedup_vs_cudnn/{where}", got["cudnn"] / sparse.later, {"cudnn_step_ms": got["cudnn"] * 1e3}
-                )
-            if thousands == 64:
-                add(f"break_even_steps/{where}", got["break_even"], detail, "steps")
-            print(where, rows[-1]["detail"], flush=True)
-            # After every case: a run that is cut short keeps what it has.
-            common.write_results("mage", rows + summary(rows), folder=options.out)
-    common.print_rows(rows + summary(rows))
+    if options.side_by_side:
+        common.print_rows(side_by_side(options))
+        return
+    run = Run(options)
+    for name, batch in (case.split(":") for case in options.cases.split(",")):
+        run.case(name, int(batch))
+    if options.turns is None:
+        common.print_rows(run.rows + summary(run.rows))
 
 
 if __name__ == "__main__":

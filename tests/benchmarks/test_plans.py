@@ -21,7 +21,7 @@ pytestmark = pytest.mark.once
 def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
     config = dataclasses.replace(tiny.FORMS[form], max_position_embeddings=512)
     params = init_params(config, jax.random.key(0))
-    taken = mage.measure(config, params, 2, 64, plan)
+    taken = mage.measure(config, params, 2, 64, plan, mage.compile_ahead(config, 2, 64, plan))
     assert taken.block(32) == pytest.approx(taken.first + 32 * taken.later)
     assert taken.first + taken.later > 0  # one-step blocks took time; their parts may drown in noise here
 
