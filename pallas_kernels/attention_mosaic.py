@@ -401,4 +401,4 @@ def _zero_tail(v_tile, valid, p: Plan):
 
 def _keep_weights(outs: Parts, batch, head, slot, index, weights, top):
     mosaic_inline.store_rows_wide(outs.weights.at[batch, head, index], weights, slot)
-    mosaic_inline.store_rows(outs.tops.at[batch, head, index], top, [slot])
+    mosaic_inline.store_rows_wide(outs.tops.at[batch, head, index], top, slot)

@@ -11,10 +11,9 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 
 def store_rows(ref, values, indices):
-    """Stores rows of a wgmma tile wherever they belong, each thread the elements it holds.
+    """Stores one value per row of a wgmma tile wherever it belongs.
 
-    ref: in GMEM, `[..., n]` with as many leading axes as there are indices; or, for values `[64]`, without the n.
-    values: `[64, n]` in the WGMMA layout, of a 16-bit dtype, or `[64]` in its row layout; of the dtype of ref.
+    ref: in GMEM, with as many axes as there are indices. values: `[64]` in the row layout, of the dtype of ref.
     indices: `i32[64]` each, in the row layout. Row r goes to ref[indices[0][r], indices[1][r], ...], or nowhere if the
       first of them is negative.
 
@@ -22,25 +21,15 @@ def store_rows(ref, values, indices):
     shared memory would move all 64.
     """
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    layout = plgpu.Layout.WGMMA if values.ndim == 2 else by_row
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *([by_row] * len(indices))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), by_row, *([by_row] * len(indices))))
     def store(_, ref, values, *indices):
         index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        # PTX's layout of an accumulator: thread t of a warp holds columns 8 j + 2 (t % 4) and the next, for every j, of
-        # rows t / 4 and t / 4 + 8 of the warp's 16. A per-row array is held by the same threads.
-        blocks = values.registers.reshape(-1, 2)
-        thread = gpu.thread_id(gpu.Dimension.x)
-        column = arith.muli(arith.remui(thread, utils.c(4, index)), utils.c(2, index))
-        for half in range(2):
+        # PTX's layout of an accumulator: each thread of a warp has a part of rows t / 4 and t / 4 + 8 of the warp's 16.
+        for half, value in enumerate(values.registers.reshape(2)):
             rows = [_scalar(i.registers.reshape(2)[half]) for i in indices]
             with utils.when(arith.cmpi(arith.CmpIPredicate.sge, rows[0], utils.c(0, i32))):
-                rows = [arith.index_cast(index, row) for row in rows]
-                if len(values.shape) == 1:
-                    memref.store(_scalar(blocks[0, half]), ref, rows)
-                    continue
-                for j, block in enumerate(blocks):
-                    vector.store(block[half], ref, [*rows, arith.addi(column, utils.c(8 * j, index))])
+                memref.store(_scalar(value), ref, [arith.index_cast(index, row) for row in rows])
 
     store(ref, values, *indices)
 
@@ -48,35 +37,51 @@ def store_rows(ref, values, indices):
 def store_rows_wide(ref, values, rows):
     """Stores rows of a wgmma tile 16 bytes at a time, their entries in another order: see `wide_order`.
 
-    ref: in GMEM, `[m, n]`, each row 16-byte aligned. values: `[64, n]` in the WGMMA layout, of ref's dtype, which has
-      16 bits; n a multiple of 32. rows: `i32[64]` in the row layout; row r goes to ref[rows[r]], or nowhere if that is
-      negative.
+    ref: in GMEM, `[m, n]`, each row 16-byte aligned; or, for values `[64]`, `[m]`.
+    values: of ref's dtype, `[64, n]` in the WGMMA layout, 16 bits each, n a multiple of 32; or `[64]` in its row layout,
+      32 bits each.
+    rows: `i32[64]` in the row layout. Row r goes to ref[rows[r]], or nowhere if that is negative.
 
-    In their own order the four threads that share a row hold 4 bytes each of 16, so a row takes four times as many
-    store instructions, each of half a sector of memory. Predicated stores instead of a branch: most rows go nowhere,
-    and code on both sides can still be mixed with them.
+    PTX's layout of an accumulator: thread t of a warp holds columns 8 j + 2 (t % 4) and the next, for every j. In this
+    order a row takes four times as many store instructions, each of 4 bytes in four threads: half a sector of memory.
     """
     by_row = plgpu.Layout.WGMMA.reduce(1)
+    layout = plgpu.Layout.WGMMA if values.ndim == 2 else by_row
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, by_row))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, by_row))
     def store(_, ref, values, rows):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        blocks = values.registers.reshape(-1, 2)
+        registers = values.registers.reshape(-1, 2)
         base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
         mine = arith.muli(arith.remui(thread, utils.c(4, i32)), utils.c(16, i32))
         for half in range(2):
             row = _scalar(rows.registers.reshape(2)[half])
-            offset = arith.addi(arith.muli(row, utils.c(2 * values.shape[1], i32)), mine)
-            start = arith.addi(base, arith.extsi(i64, offset))
-            for i in range(0, len(blocks), 4):
-                words = [utils.bitcast(block[half], i32) for block in blocks[i : i + 4]]
-                address = arith.addi(start, utils.c(16 * i, i64))
-                code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-                nothing = ir.Type.parse("!llvm.void")
-                llvm.inline_asm(nothing, [address, row, *words], code, "l,r,r,r,r,r,~{memory}", has_side_effects=True)
+            if len(values.shape) == 1:
+                start = _offset(base, arith.muli(row, utils.c(4, i32)))
+                _store_if(row, start, [utils.bitcast(_scalar(registers[0, half]), i32)])
+                continue
+            start = _offset(base, arith.addi(arith.muli(row, utils.c(2 * values.shape[1], i32)), mine))
+            for i in range(0, len(registers), 4):
+                words = [utils.bitcast(block[half], i32) for block in registers[i : i + 4]]
+                _store_if(row, arith.addi(start, utils.c(16 * i, i64)), words)
 
     store(ref, values, rows)
+
+
+def _offset(base, offset):
+    """An i64 address and an i32 offset, added."""
+    return arith.addi(base, arith.extsi(ir.IntegerType.get_signless(64), offset))
+
+
+def _store_if(condition, address, words):
+    """Stores 1 or 4 words at an i64 global address where the i32 condition is not negative."""
+    names = [f"${i + 2}" for i in range(len(words))]
+    kind, what = (".b32", names[0]) if len(words) == 1 else (f".v{len(words)}.b32", "{" + ", ".join(names) + "}")
+    code = f"{{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global{kind} [$0], {what}; }}"
+    constraints = ",".join(["l", *["r"] * (1 + len(words)), "~{memory}"])
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [address, condition, *words], code, constraints, has_side_effects=True)
 
 
 def wide_order(index):

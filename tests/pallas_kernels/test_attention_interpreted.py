@@ -44,6 +44,8 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(attention_mosaic, "_add_matmul", add_matmul)
 
     def store_rows_wide(ref, values, rows):
+        if values.ndim == 1:
+            return store_rows(ref, values, [rows])
         order = mosaic_inline.wide_order(jnp.arange(values.shape[1]))
 
         @pl.loop(0, 64)
