@@ -158,6 +158,7 @@ def test_policy_flags(checkpoint, model, capsys, flags: list[str], policy) -> No
     assert stats["stats"]["denoise_steps"] == result.stats.denoise_steps
 
 
+@pytest.mark.once
 def test_plan_flags(tmp_path, capsys) -> None:
     deeper = str(tiny.save(tmp_path / "deeper", num_layers=3))
     model = herald_jax.load(deeper)
