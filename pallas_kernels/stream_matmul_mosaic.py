@@ -54,6 +54,10 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> MatmulCon
     """What was fastest on an H200, see docs/kernels-matmul.md; `columns` of the result."""
     groups = columns // (COLUMNS // 2 if gated else COLUMNS)
     few = tokens <= 64
+    if tokens > 128:
+        # Twice the tokens fill the ring: fewer stages, and their way through the L2 is what has to be shared.
+        splits = 1 if gated else max(1, min(PROCESSORS // groups, MAX_SPLITS, depth // DEPTH))
+        return MatmulConfig(1, splits, 4, 2 if tokens % 16 == 0 else 1)
     if gated:
         # Few programs with wide tiles read the tokens less often, and half the multiprocessors saturate the memory.
         fits = [c for c in ((3, 2) if few else (2,)) if -(-groups // c) >= PROCESSORS * 0.45]
