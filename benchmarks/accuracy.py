@@ -1,8 +1,14 @@
 """The accuracy that each plan keeps on a model that really retrieves: `python -m benchmarks.accuracy CHECKPOINT`.
 
 Runs `herald_jax.evaluate` on the synthetic tasks and turns its table into rows. Budgets are exact: `min_budget` is off.
-Drops are in points of the task mean, against the dense plan on the same samples. Interrupted, it goes on where it
-stopped (`--work`). `--ablation` measures instead what decides the defaults, one option at a time at 5 %.
+Drops are in points of the task mean, against the dense plan on the same samples. `--ablation` measures instead what
+decides the defaults, one option at a time at 5 %; `--finetuned` what MAGE fine-tuning gains at 2 %.
+
+Samples are answered in rounds: one batch of every task and length under every plan. With `--minutes` no round begins
+that would not end in time; the table always rests on the same samples for all plans. The results file is written after
+the first round and at the end, and with `--work` an interrupted run goes on where it stopped. For a small model
+compiling is most of the time: caches have one size for all lengths, so that each plan is one program, and the plans of
+a batch run side by side (`--workers`), from one prefill.
 """
 
 from __future__ import annotations
@@ -10,12 +16,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import herald_jax
 from benchmarks import common
-from herald_jax import evaluate
+from herald_jax import eval_report, evaluate
 from herald_jax.config import GenerateConfig
 from herald_jax.eval_report import describe
 from herald_jax.plans import Dense, Herald, Mage, Plan
@@ -67,6 +78,7 @@ def ablations(*, herald: bool) -> dict[str, Plan]:
         "reduce=max": mage(0.05, reduce="max"),
         "normalise=prefix": mage(0.05, normalise="prefix"),
         "select_at_step=2": mage(0.05, select_at_step=2),
+        "reduce=max,select_at_step=2": mage(0.05, reduce="max", select_at_step=2),
         "dense_layers=0": mage(0.05, dense_layers=0),
         "dense_layers=1": mage(0.05, dense_layers=1),
         "allocate=layer_adaptive": mage(0.05, allocate="layer_adaptive"),
@@ -89,6 +101,18 @@ class Table:
 
     def mean(self, plan: Plan, length: int) -> float:
         return 100 * self.means[describe(plan), str(length)]["score"]
+
+    def drop(self, plan: Plan, length: int) -> dict[str, float]:
+        """Points of the task mean below dense, with the paired interval, and how many steps a block took."""
+        mean = self.means[describe(plan), str(length)]
+        sets = [row for (label, _), row in self.rows.items() if label == mean["plan"] and row["group"] == str(length)]
+        steps = sum(row["steps_per_block"] for row in sets) / len(sets)
+        return {
+            "drop": 100 * mean["drop"],
+            "low": 100 * mean["drop_low"],
+            "high": 100 * mean["drop_high"],
+            "steps_per_block": steps,
+        }
 
     def score(self, plan: Plan, name: str) -> dict[str, Any]:
         return self.rows[describe(plan), name]
@@ -132,7 +156,8 @@ def accuracy_rows(table: Table, chosen: list[Plan], lengths: list[int]) -> list[
             }
             kind = "herald" if isinstance(plan, Herald) else plan.selector
             id = f"{kind}/{round(100 * plan.budget)}/{where}/drop"
-            add(id, dense - table.mean(plan, length), "points", {"by_task": by_task})
+            whole = table.drop(plan, length)
+            add(id, whole.pop("drop"), "points", {**whole, "by_task": by_task})
     # The rows that speak for several cases.
     margins = {
         f"{name_of(length)}/{round(100 * b)}": table.mean(mage(b), length)
@@ -160,74 +185,164 @@ def accuracy_rows(table: Table, chosen: list[Plan], lengths: list[int]) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="a converted checkpoint: the reference model")
-    parser.add_argument("--finetuned", help="the same after MAGE fine-tuning, for finetune/2/gap_closed")
     parser.add_argument("--lengths", default="4096,8192")
-    parser.add_argument("--samples", type=int, default=40, help="of each task and length")
-    parser.add_argument("--replays", type=int, default=2, help="of each task and length, with forced tokens")
-    parser.add_argument("--batch-size", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=256, help="of each task and length, at most (default 256)")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of a round (default 64)")
+    parser.add_argument("--minutes", type=float, help="begin no round that would not end in time (default: do all)")
+    parser.add_argument("--replays", type=int, default=2, help="of each task and length, MAGE at 5 %% (default 2)")
+    parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 1)")
     parser.add_argument("--herald", action="store_true", help="HERALD's plan too")
-    parser.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")
+    what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
+    if options.workers is None:
+        options.workers = 8 if jax.default_backend() == "gpu" else 1
     lengths = [int(part) for part in options.lengths.split(",")]
+    until = time.monotonic() + 60 * options.minutes if options.minutes is not None else None
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         if options.ablation:
-            rows = run_ablation(options, lengths[0], work)
+            rows = run_ablation(options, lengths[0], work, until)
+        elif options.finetuned:
+            rows = run_finetuned(options, lengths, work, until)
         else:
             chosen = plans(herald=options.herald)
-            table = run_one(options, options.checkpoint, chosen, lengths, work / "accuracy", options.replays)
-            rows = accuracy_rows(table, chosen, lengths)
-            if options.finetuned:
-                pair: list[Plan] = [Dense(), mage(0.02)]
-                after = run_one(options, options.finetuned, pair, lengths[:1], work / "finetuned", 0)
-                before_gap = table.mean(Dense(), lengths[0]) - table.mean(mage(0.02), lengths[0])
-                after_gap = table.mean(Dense(), lengths[0]) - after.mean(mage(0.02), lengths[0])
-                detail = {
-                    "gap_before": before_gap,
-                    "gap_after": after_gap,
-                    "dense_after": after.mean(Dense(), lengths[0]),
-                }
-                closed = 1 - after_gap / before_gap if before_gap > 0 else 1.0
-                rows.append(
-                    common.row("finetune/2/gap_closed", closed, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)
-                )
-    common.write_results("accuracy-ablation" if options.ablation else "accuracy", rows, folder=options.out)
+
+            def report(table: Table) -> list[dict[str, Any]]:
+                return write(options, "accuracy", accuracy_rows(table, chosen, lengths))
+
+            table, _ = run_rounds(
+                options, options.checkpoint, chosen, lengths, work / "accuracy", until, report, replayed=[mage(0.05)]
+            )
+            rows = report(table)
     common.print_rows(rows)
 
 
-def run_one(
-    options: argparse.Namespace, checkpoint: str, chosen: list[Plan], lengths: list[int], work: Path, replays: int
-) -> Table:
-    """Evaluate one checkpoint; replays leave HERALD out, which does not run in the block loop."""
+def write(options: argparse.Namespace, name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    common.write_results(name, rows, folder=options.out)
+    return rows
+
+
+def run_rounds(
+    options: argparse.Namespace,
+    checkpoint: str,
+    chosen: Sequence[Plan],
+    lengths: Sequence[int],
+    work: Path,
+    until: float | None,
+    report: Callable[[Table], Any] = lambda table: None,
+    *,
+    replayed: Sequence[Plan] = (),
+) -> tuple[Table, int]:
+    """Answer rounds until `--samples` are done or time (`time.monotonic`) is over; at least one.
+
+    `report` gets the table of the first round as soon as that is done. Returns the last table, and how many samples of
+    each task and length it rests on.
+    """
     model = herald_jax.load(checkpoint)
-    sets = [
-        evaluate.task_set(model, task, length, options.samples, seed=0, haystack=None, chat=False)
-        for length in lengths
-        for task in TASKS
-    ]
-    config = GenerateConfig(max_new_tokens=ANSWER_TOKENS)
-    settings = {"checkpoint": checkpoint, "samples": options.samples, "batch_size": options.batch_size}
-    if replays:
-        replayed = [plan for plan in chosen if not isinstance(plan, Herald)]
-        more = {"batch_size": options.batch_size, "replays": replays}
-        evaluate.run(model, replayed, sets, config, work, settings=settings, **more)
-    summary = evaluate.run(model, chosen, sets, config, work, settings=settings, batch_size=options.batch_size)
-    return Table(summary)
+    tokens = evaluate.token_counter(model)
+    config = GenerateConfig(max_new_tokens=ANSWER_TOKENS, room=max(lengths))
+    size = options.batch_size
+    parts = [(first, length) for first in range(0, options.samples, size) for length in lengths]
+
+    def make(part: tuple[int, int]) -> list[evaluate.EvalSet]:
+        first, length = part
+        count = min(size, options.samples - first)
+        return [
+            evaluate.task_set(model, task, length, count, seed=0, haystack=None, chat=False, first=first, tokens=tokens)
+            for task in TASKS
+        ]
+
+    journal = evaluate.Journal(work, {"checkpoint": checkpoint, "batch_size": size})
+    names = {f"{task}/{length}": str(length) for length in lengths for task in TASKS}
+
+    def table(samples: int) -> Table:
+        answers = [a for a in journal.answers if a["index"] < samples]
+        return Table(eval_report.summarise(chosen, names, answers, journal.batches))
+
+    done = 0
+    begun = time.monotonic()
+    first_sets: list[evaluate.EvalSet] = []
+    try:
+        with ThreadPoolExecutor(1) as ahead:  # makes the next part's prompts while this one is answered
+            waiting = ahead.submit(make, parts[0])
+            for number, (first, length) in enumerate(parts):
+                sets = waiting.result()
+                if number + 1 < len(parts):
+                    waiting = ahead.submit(make, parts[number + 1])
+                known = len(journal.done)
+                evaluate.answer(model, chosen, sets, config, journal, batch_size=size, workers=options.workers)
+                if first == 0:
+                    first_sets += sets
+                if length != lengths[-1]:
+                    continue
+                done, took = min(first + size, options.samples), time.monotonic() - begun
+                if first == 0:
+                    report(table(done))
+                begun = time.monotonic()
+                print(f"{done} samples of each task and length; the last round took {took:.0f} s", flush=True)
+                if until is not None and len(journal.done) > known and time.monotonic() + took > until:
+                    break
+            waiting.cancel()
+        if replayed and options.replays:
+            evaluate.replay_samples(model, replayed, first_sets, config, journal, options.replays)
+    finally:
+        journal.close()
+    return table(done), done
 
 
-def run_ablation(options: argparse.Namespace, length: int, work: Path) -> list[dict[str, Any]]:
+def run_ablation(options: argparse.Namespace, length: int, work: Path, until: float | None) -> list[dict[str, Any]]:
     """One row per changed option: the drop in points of the task mean."""
     found = ablations(herald=options.herald)
     chosen: list[Plan] = [Dense(), *(dataclasses.replace(plan) for plan in found.values())]
-    table = run_one(options, options.checkpoint, chosen, [length], work / "ablation", 0)
-    rows = []
-    for name, plan in found.items():
-        by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
-        drop = table.mean(Dense(), length) - table.mean(plan, length)
-        rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail={"by_task": by_task}))
-    return rows
+
+    def report(table: Table) -> list[dict[str, Any]]:
+        rows = []
+        for name, plan in found.items():
+            by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
+            whole = table.drop(plan, length)
+            samples = min(table.score(plan, f"{task}/{length}")["samples"] for task in TASKS)
+            whole = table.drop(plan, length)
+            drop = whole.pop("drop")
+            detail = {**whole, "samples": samples, "by_task": by_task}
+            rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail=detail))
+        return write(options, "accuracy-ablation", rows)
+
+    table, _ = run_rounds(options, options.checkpoint, chosen, [length], work / "ablation", until, report)
+    return report(table)
+
+
+def run_finetuned(
+    options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
+) -> list[dict[str, Any]]:
+    """How much of the gap between MAGE at 2 % and dense, both before, the tuned model closes at 2 %."""
+    pair: list[Plan] = [Dense(), mage(0.02)]
+    # Half of the time for each model; the second compiles nothing, and answers as many samples.
+    half = None if until is None else (time.monotonic() + until) / 2
+    before, samples = run_rounds(options, options.checkpoint, pair, lengths, work / "untuned", half)
+    options = argparse.Namespace(**vars(options) | {"samples": samples})
+    after, _ = run_rounds(options, options.finetuned, pair, lengths, work / "tuned", None)
+
+    def mean(table: Table, plan: Plan) -> float:
+        return sum(table.mean(plan, length) for length in lengths) / len(lengths)
+
+    dense = mean(before, Dense())
+    gap, left = dense - mean(before, mage(0.02)), dense - mean(after, mage(0.02))
+    detail: dict[str, Any] = {"gap_before": gap, "gap_after": left, "dense_after": mean(after, Dense())}
+    detail |= {"samples": samples}
+    for length in lengths:
+        for name, table in (("before", before), ("after", after)):
+            detail[f"{name}/{name_of(length)}"] = {
+                "dense": table.mean(Dense(), length),
+                "mage": table.mean(mage(0.02), length),
+                "by_task": {task: 100 * table.score(mage(0.02), f"{task}/{length}")["score"] for task in TASKS},
+            }
+    closed = 1 - left / gap if gap > 0 else 1.0
+    rows = [common.row("finetune/2/gap_closed", closed, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)]
+    return write(options, "accuracy", rows)
 
 
 if __name__ == "__main__":

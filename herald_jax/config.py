@@ -350,6 +350,8 @@ class GenerateConfig:
       block_cache: Fast-dLLM v2's sub-block cache: while the first position of the current small block is known, only
         the small block is run, against the K and V its block had at the last whole-block forward.
       prefill_chunk: most prompt tokens per prefill forward; bounds its activation memory.
+      room: tokens that a row's cache has room for at least, so that batches of shorter and longer prompts run the same
+        compiled programs; 0 makes room for what the batch needs.
     """
 
     max_new_tokens: int = 256
@@ -362,6 +364,7 @@ class GenerateConfig:
     ignore_stop: bool = False
     block_cache: bool = False
     prefill_chunk: int = 1024
+    room: int = 0
 
     def __post_init__(self) -> None:
         from herald_jax.denoise import POLICIES
@@ -391,6 +394,10 @@ class GenerateConfig:
             (
                 isinstance(self.prefill_chunk, int) and self.prefill_chunk > 0,
                 f"prefill_chunk is {self.prefill_chunk!r}, but must be a positive number of tokens",
+            ),
+            (
+                isinstance(self.room, int) and self.room >= 0,
+                f"room is {self.room!r}, but must be 0 (what is needed) or a positive number of tokens",
             ),
         )
         for ok, message in checks:

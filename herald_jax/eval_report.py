@@ -88,6 +88,7 @@ def summarise(
             total[name] += record[name]
     dense = next((label for plan, label in zip(plans, labels, strict=True) if isinstance(plan, Dense)), None)
     rows, means = [], []
+    drops: dict[tuple[str, str], list[float]] = {}
     for plan, label in zip(plans, labels, strict=True):
         budget = getattr(plan, "budget", None)
         for name, group in sets.items():
@@ -101,7 +102,7 @@ def summarise(
             row |= _figures(counts.get((label, name), dict.fromkeys(_COUNTS, 0.0)))
             if dense is not None and label != dense and (reference := scores.get((dense, name))):
                 common = sorted(found.keys() & reference.keys())
-                differences = [reference[i] - found[i] for i in common]
+                differences = drops[label, name] = [reference[i] - found[i] for i in common]
                 row["drop"] = float(np.mean(differences))
                 row["drop_low"], row["drop_high"] = interval(differences)
             if (label, name) in agreement:
@@ -115,9 +116,9 @@ def summarise(
                 value, low, high = mean_of_groups(parts)
                 mean = {"plan": label, "budget": budget, "group": group, "sets": len(parts)}
                 mean |= {"score": value, "low": low, "high": high}
-                of_group = [row for row in rows if row["plan"] == label and row["group"] == group]
-                if all("drop" in row for row in of_group):
-                    mean["drop"] = float(np.mean([row["drop"] for row in of_group]))
+                paired = [drops[label, n] for n, g in sets.items() if g == group and (label, n) in drops]
+                if len(paired) == len(parts):
+                    mean["drop"], mean["drop_low"], mean["drop_high"] = mean_of_groups(paired)
                 means.append(mean)
     return {"rows": rows, "means": means}
 
@@ -131,7 +132,7 @@ def markdown(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     lines = [f"# {settings['checkpoint']}", "", "Scores in percent, with 95 % bootstrap intervals.", ""]
     lines += ["| plan | group | sets | mean | drop against dense |", "|---|---|---:|---:|---:|"]
     for row in summary["means"]:
-        drop = f"{100 * row['drop']:.1f}" if "drop" in row else ""
+        drop = _percent(row, "drop", "drop_low", "drop_high") if "drop" in row else ""
         lines.append(
             f"| {row['plan']} | {row['group']} | {row['sets']} | {_percent(row, 'score', 'low', 'high')} | {drop} |"
         )

@@ -7,10 +7,13 @@ Every answer is written to `OUTPUT/answers.jsonl` as it comes, so that an interr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from tqdm import tqdm
 from herald_jax import cli_arguments, eval_report, metrics, replay, tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
-from herald_jax.generate import check_request, generate
+from herald_jax.generate import SharedPrefill, check_request, generate
 from herald_jax.loading import Model, load
 from herald_jax.plans import Dense, Plan
 from herald_jax.sharding import make_mesh
@@ -50,17 +53,28 @@ class EvalSet:
     samples: list[EvalSample]
 
 
-def task_set(
-    model: Model, task: str, length: int, count: int, *, seed: int, haystack: tasks.Haystack | None, chat: bool
-) -> EvalSet:
-    """`count` samples of one task at one length. Raises GenerationError as `tasks.make_sample` does."""
+def token_counter(model: Model) -> Callable[[str], int]:
+    """Counts the tokens of a text. It remembers sentences, since a haystack's come again and again."""
     tokenizer = model.tokenizer
 
-    def tokens(text: str) -> int:
+    def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
+    remembered = functools.cache(count)
+    return lambda text: remembered(text) if len(text) < 1000 else count(text)
+
+
+def task_set(
+    model: Model, task: str, length: int, count: int, *, seed: int, haystack: tasks.Haystack | None, chat: bool,
+    first: int = 0, tokens: Callable[[str], int] | None = None,
+) -> EvalSet:  # fmt: skip
+    """Samples `first` to `first + count - 1` of one task at one length.
+
+    `tokens` counts: `token_counter(model)`, made once for several sets. Raises GenerationError as `tasks.make_sample`.
+    """
+    tokens = tokens or token_counter(model)
     made = []
-    for index in range(count):
+    for index in range(first, first + count):
         sample = tasks.make_sample(task, length, index, seed=seed, count=tokens, haystack=haystack)
         ids = _encode(model, sample.prompt, chat)
         made.append(EvalSample(index, ids, sample.answers, sample.metric))
@@ -158,6 +172,15 @@ class Journal:
         self._file.write(text.encode("utf-8"))
         self._file.flush()
 
+    def answered(self, plan: str, name: str, records: Sequence[dict[str, Any]], counts: dict[str, Any]) -> None:
+        """Take in a batch: its answers and its counts."""
+        both = {"plan": plan, "set": name}
+        answers, batch = [{**both, **record} for record in records], {**both, **counts}
+        self.add(*answers, batch)
+        self.answers += answers
+        self.batches.append(batch)
+        self.done |= {(plan, name, record["index"]) for record in records}
+
     def close(self) -> None:
         self._file.close()
 
@@ -172,31 +195,19 @@ def run(
     settings: dict[str, Any],
     batch_size: int = 8,
     replays: int = 0,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Run what is missing, write the results, and return them (`eval_report.summarise`).
 
-    `replays`: of each set, so many samples are also replayed with the dense plan's tokens forced.
+    Args:
+      replays: of each set, so many samples are also replayed with the dense plan's tokens forced.
+      workers: as in `answer`.
     """
-    for plan in plans:
-        for each in sets:
-            check_request(model.config, config, plan, [sample.ids for sample in each.samples])
     journal = Journal(directory, settings)
-    total = len(plans) * sum(len(each.samples) for each in sets)
     try:
-        with tqdm(total=total, initial=len(journal.done), unit="answer", file=sys.stderr) as bar:
-            for plan in plans:
-                label = eval_report.describe(plan)
-                for each in sets:
-                    bar.set_postfix_str(f"{label}, {each.name}")
-                    for batch in _batches(each, batch_size, lambda i, n=each.name, p=label: (p, n, i) in journal.done):
-                        records, counts = _answer(model, plan, each, batch, config)
-                        both = {"plan": label, "set": each.name}
-                        journal.add(*({**both, **r} for r in [*records, counts]))
-                        journal.answers += [{**both, **r} for r in records]
-                        journal.batches.append({**both, **counts})
-                        bar.update(len(records))
+        answer(model, plans, sets, config, journal, batch_size=batch_size, workers=workers)
         if replays:
-            _replay_all(model, plans, sets, config, journal, replays)
+            replay_samples(model, plans, sets, config, journal, replays)
     finally:
         journal.close()
     summary = eval_report.summarise(plans, {s.name: s.group for s in sets}, journal.answers, journal.batches)
@@ -204,18 +215,59 @@ def run(
     return summary
 
 
-def _batches(each: EvalSet, size: int, done: Any) -> Iterator[list[EvalSample]]:
-    """Missing samples, `size` at a time; always whole batches of the same samples, so that shapes repeat."""
-    for start in range(0, len(each.samples), size):
-        batch = each.samples[start : start + size]
-        if not all(done(sample.index) for sample in batch):
-            yield batch
+def answer(
+    model: Model,
+    plans: Sequence[Plan],
+    sets: Sequence[EvalSet],
+    config: GenerateConfig,
+    journal: Journal,
+    *,
+    batch_size: int,
+    workers: int = 1,
+) -> None:
+    """Answer every sample under every plan, where the journal has no answer yet.
+
+    With `workers` above 1, so many plans answer a batch side by side, from one prefill: what takes long with a small
+    model is compiling. Each then holds a cache of its own.
+    """
+    for plan in plans:
+        for each in sets:
+            check_request(model.config, config, plan, [sample.ids for sample in each.samples])
+    total = len(plans) * sum(len(each.samples) for each in sets)
+    labels = {eval_report.describe(plan): plan for plan in plans}
+
+    def missing(label: str, name: str, batch: Sequence[EvalSample]) -> bool:
+        # Whole batches of the same samples, so that shapes repeat.
+        return not all((label, name, sample.index) in journal.done for sample in batch)
+
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=total, unit="answer", file=sys.stderr))
+        pool = stack.enter_context(ThreadPoolExecutor(workers)) if workers > 1 else None
+        for each in sets:
+            for start in range(0, len(each.samples), batch_size):
+                batch = each.samples[start : start + batch_size]
+                left = [label for label in labels if missing(label, each.name, batch)]
+                bar.update(len(batch) * (len(labels) - len(left)))
+                bar.set_postfix_str(each.name)
+                if pool is None:
+                    for label in left:
+                        journal.answered(label, each.name, *_answer(model, labels[label], each, batch, config))
+                        bar.update(len(batch))
+                    continue
+                shared = SharedPrefill()
+                waiting = {
+                    pool.submit(_answer, model, labels[label], each, batch, config, shared): label for label in left
+                }
+                for done in as_completed(waiting):
+                    journal.answered(waiting[done], each.name, *done.result())
+                    bar.update(len(batch))
 
 
 def _answer(
-    model: Model, plan: Plan, each: EvalSet, batch: list[EvalSample], config: GenerateConfig
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    result = generate(model, [sample.ids for sample in batch], config, plan)
+    model: Model, plan: Plan, each: EvalSet, batch: list[EvalSample], config: GenerateConfig,
+    shared: SharedPrefill | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # fmt: skip
+    result = generate(model, [sample.ids for sample in batch], config, plan, shared=shared)
     assert result.texts is not None  # an evaluation has a tokenizer
     records = []
     for sample, text, tokens in zip(batch, result.texts, result.tokens, strict=True):
@@ -224,9 +276,10 @@ def _answer(
     return records, {name: getattr(result.stats, name) for name in _COUNTS}
 
 
-def _replay_all(
+def replay_samples(
     model: Model, plans: Sequence[Plan], sets: Sequence[EvalSet], config: GenerateConfig, journal: Journal, count: int
 ) -> None:
+    """Replay the first `count` samples of each set with the dense plan's tokens forced, where that was not done yet."""
     work = [(each, sample) for each in sets for sample in each.samples[:count]]
     with tqdm(total=len(work), unit="replay", file=sys.stderr) as bar:
         for each, sample in work:
@@ -325,9 +378,10 @@ def _run(args: argparse.Namespace) -> None:
     else:
         names = list(tasks.TASKS) if args.tasks in (None, "all") else args.tasks.split(",")
         haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8")) if args.haystack else None
+        count, tokens = args.samples or 20, token_counter(model)
         for length in _numbers("--lengths", args.lengths):
             sets += [
-                task_set(model, t, length, args.samples or 20, seed=args.task_seed, haystack=haystack, chat=chat)
+                task_set(model, t, length, count, seed=args.task_seed, haystack=haystack, chat=chat, tokens=tokens)
                 for t in names
             ]
     ignored = {"output", "batch_size", "devices", "samples", "replay"}

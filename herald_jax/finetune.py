@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -336,9 +337,9 @@ def _source(args: argparse.Namespace, config: ModelConfig, tokenizer: Any, copie
     haystack = None
     if args.haystack is not None:
         haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8"))
-    return TaskRows(
-        names, length=args.length, batch=args.batch_size, copies=copies, encode=encode, block=contract.block_length,
-        end=end, seed=args.seed, haystack=haystack,
+    return TaskRows(  # the haystack's sentences come again and again
+        names, length=args.length, batch=args.batch_size, copies=copies, encode=functools.lru_cache(1 << 17)(encode),
+        block=contract.block_length, end=end, seed=args.seed, haystack=haystack,
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +74,31 @@ class BlockEvent:
     error: str | None = None
 
 
+class SharedPrefill:
+    """The prefilled cache of one batch, for several calls of `generate` with other plans: the first call fills it, and
+    each decodes in a copy. Calls may come from several threads. HERALD's cache is another, which is not shared.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: tuple[np.ndarray, np.ndarray] | None = None
+        self._made: tuple[DeviceKV, jax.Array] | None = None
+
+    def copy(
+        self, tokens: np.ndarray, lengths: np.ndarray, fill: Callable[[], tuple[DeviceKV, jax.Array]]
+    ) -> tuple[DeviceKV, jax.Array]:
+        """A copy of what `fill` made of the first `lengths` i32[B] of `tokens` i32[B, N].
+
+        Raises GenerationError when that was another batch.
+        """
+        with self._lock:
+            if self._of is None or self._made is None:
+                self._of, self._made = (tokens, lengths), fill()
+            if not all(map(np.array_equal, self._of, (tokens, lengths))):
+                raise GenerationError("a shared prefill is for one batch of prompts, but these are others")
+            return jax.tree.map(jnp.copy, self._made)
+
+
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
@@ -81,6 +107,7 @@ def generate(
     *,
     keys: jax.Array | None = None,
     implementation: str | None = None,
+    shared: SharedPrefill | None = None,
 ) -> GenerateResult:
     """Continue every prompt of a batch.
 
@@ -91,6 +118,7 @@ def generate(
       plan: `Dense()`, `Mage(...)` or `Herald(...)`.
       keys: typed PRNG keys, one per row; None derives them from `config.seed` and the row's index.
       implementation: of attention: None, "xla" or "mosaic_gpu" (`pallas_kernels.block_attention`).
+      shared: a `SharedPrefill` for all calls with these prompts, to prefill them once.
 
     Returns:
       `GenerateResult`. A row's tokens depend on its prompt, its key and the configuration alone, not on its neighbours.
@@ -99,7 +127,7 @@ def generate(
       GenerationError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room in the model's context,
         or an option the model's family does not have.
     """
-    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation) as run:
+    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation, shared) as run:
         run.advance(pause=False)
         return run.result()
 
@@ -142,10 +170,11 @@ class _Run:
         plan: Plan,
         keys: jax.Array | None,
         implementation: str | None,
+        shared: SharedPrefill | None = None,
     ):
         self._clock = CompileClock()
         self._pipeline: Pipeline | None = None
-        self.model, self.config = model, config
+        self.model, self.config, self._shared = model, config, shared
         contract = model.config.diffusion
         block = contract.block_length
         ids = _encode(model, prompts)
@@ -165,7 +194,7 @@ class _Run:
         whole[self.count :] = 0
         longest = int(whole.max())
         chunk = chunk_length(longest, config.prefill_chunk, block) if longest else block
-        end = int((-(-limit // block) * block).max()) + block
+        end = -(-max(int(limit.max()), config.room) // block) * block + block
         capacity = capacity_for(max(end, -(-longest // chunk) * chunk))
         tokens = np.zeros((batch, capacity), np.int32)
         for row, prompt in enumerate(ids):
@@ -215,11 +244,15 @@ class _Run:
             return self._pipeline.prefill(
                 tokens, whole, known, capacity=capacity, longest=longest, chunk=chunk
             )  # fmt: skip
-        cache = DeviceKV.empty(model.config, tokens.shape[0], capacity, model.mesh)
-        cache, last_hidden = prefill(
-            model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
-            implementation=options.implementation,
-        )  # fmt: skip
+
+        def fill() -> tuple[DeviceKV, jax.Array]:
+            cache = DeviceKV.empty(model.config, tokens.shape[0], capacity, model.mesh)
+            return prefill(
+                model.params, cache, tokens, whole, config=model.config, chunk=chunk, mesh=model.mesh,
+                implementation=options.implementation,
+            )  # fmt: skip
+
+        cache, last_hidden = fill() if self._shared is None else self._shared.copy(tokens, whole, fill)
         if isinstance(plan, Mage):
             return MageKV.around(cache, plan, model.config, longest, model.mesh), last_hidden
         return cache, last_hidden

@@ -41,10 +41,11 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One row's blocks, each a list of its steps, and the block as it was committed, i32[M]."""
+    """One row's blocks, each a list of its steps, and the block as it was committed, i32[M]; `room` as requested."""
 
     prompt: list[int]
     blocks: list[tuple[list[State], np.ndarray]]
+    room: int = 0
 
 
 @functools.partial(jax.jit, static_argnames=("options", "phase"), donate_argnames=("rows",))
@@ -60,14 +61,14 @@ def _step(
 
 
 def _start(
-    model: Model, prompt: list[int], new_tokens: int, plan: Plan
+    model: Model, prompt: list[int], new_tokens: int, plan: Plan, room: int
 ) -> tuple[block_loop.Rows, block_loop.LoopOptions]:
     """One row, prefilled, at its first canvas; it never stops by itself."""
     config, block = model.config, model.config.diffusion.block_length
     check_request(config, GenerateConfig(max_new_tokens=new_tokens), plan, [prompt])
     whole = np.array([len(prompt) // block * block], np.int32)
     chunk = chunk_length(int(whole[0]), 1024, block) if whole[0] else block
-    end = -(-(len(prompt) + new_tokens) // block) * block + 2 * block
+    end = -(-max(len(prompt) + new_tokens, room) // block) * block + 2 * block
     capacity = capacity_for(max(end, -(-int(whole[0]) // chunk) * chunk))
     tokens = np.zeros((1, capacity), np.int32)
     tokens[0, : len(prompt)] = prompt
@@ -94,7 +95,7 @@ def record(model: Model, prompt: Sequence[int], config: GenerateConfig) -> Traje
         raise GenerationError(
             f"temperature is {config.temperature}, but a replay needs greedy decoding (temperature 0)"
         )
-    rows, options = _start(model, list(prompt), config.max_new_tokens, Dense())
+    rows, options = _start(model, list(prompt), config.max_new_tokens, Dense(), config.room)
     stops = np.array([-1], np.int32)
     ends = set(model.config.diffusion.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids)
     blocks: list[tuple[list[State], np.ndarray]] = []
@@ -111,7 +112,7 @@ def record(model: Model, prompt: Sequence[int], config: GenerateConfig) -> Traje
         blocks.append((states, final))
         new = final[max(0, len(prompt) - start) :].tolist()
         if start + len(final) >= limit or ends & set(new):
-            return Trajectory(list(prompt), blocks)
+            return Trajectory(list(prompt), blocks, config.room)
         rows, _ = _step(model.params, rows, config.policy, stops, options=options, phase="dense")  # commit
 
 
@@ -126,7 +127,8 @@ def replay(model: Model, trajectory: Trajectory, plan: Plan) -> float:
     block = model.config.diffusion.block_length
     new_tokens = len(trajectory.blocks) * block
     context = model.config.max_position_embeddings
-    rows, options = _start(model, trajectory.prompt, min(new_tokens, context - len(trajectory.prompt)), plan)
+    new_tokens = min(new_tokens, context - len(trajectory.prompt))
+    rows, options = _start(model, trajectory.prompt, new_tokens, plan, trajectory.room)
     stops = np.array([-1], np.int32)
     all_at_once = StaticLowConfidence(1)  # reveals every masked position, so that every prediction can be read
     agreed = total = 0

@@ -19,18 +19,12 @@ def summary(score: Any) -> dict[str, Any]:
         for length in (4096, 8192):
             found = {task: score(plan, task, length) for task in TASKS}
             dense = {task: score(accuracy.Dense(), task, length) for task in TASKS}
-            means.append(
-                {
-                    "plan": describe(plan),
-                    "group": str(length),
-                    "score": sum(found.values()) / 7,
-                    "low": 0.0,
-                    "high": 1.0,
-                }
-            )
+            mean = {"plan": describe(plan), "group": str(length), "score": sum(found.values()) / 7}
+            mean |= {"low": 0.0, "high": 1.0, "drop": sum(dense.values()) / 7 - sum(found.values()) / 7}
+            means.append(mean | {"drop_low": -0.01, "drop_high": 0.09})
             for task, value in found.items():
                 row = {"plan": describe(plan), "set": f"{task}/{length}", "score": value, "low": 0.0, "high": 1.0}
-                row |= {"samples": 10, "steps_per_block": 3.0 if isinstance(plan, Mage) else 2.0}
+                row |= {"group": str(length), "samples": 10, "steps_per_block": 3.0 if isinstance(plan, Mage) else 2.0}
                 row |= {"drop": dense[task] - value, "drop_low": 0.0, "drop_high": 1.0}
                 row |= {"recall": 0.9 if getattr(plan, "measure", False) else None, "mass_kept": 0.8}
                 rows.append(row)
@@ -55,6 +49,8 @@ def test_rows() -> None:
     # 96 - (90 + 2.5 - 7 / 7) points
     assert rows["mage/5/4k/drop"]["value"] == pytest.approx(4.5)
     assert not rows["mage/5/4k/drop"]["met"]
+    assert rows["mage/5/4k/drop"]["detail"]["high"] == pytest.approx(9)
+    assert rows["mage/5/4k/drop"]["detail"]["steps_per_block"] == pytest.approx(3)
     assert rows["herald/10/8k/drop"]["value"] == pytest.approx(90 - (70 - 1))
     assert rows["mage/worst_margin_over_baselines"]["value"] == pytest.approx(10)
     assert rows["mage/5/aggregation/drop"]["value"] == pytest.approx(100 * (0.9 - 0.73))

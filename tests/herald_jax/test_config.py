@@ -140,6 +140,7 @@ REQUESTS = {
     "seed": ({"seed": 2**63}, "seed is 9223372036854775808, but must be an integer of 64 bits"),
     "seed-text": ({"seed": "lucky"}, "seed is 'lucky', but must be an integer"),
     "chunk": ({"prefill_chunk": 0}, "prefill_chunk is 0, but must be a positive number of tokens"),
+    "room": ({"room": -1}, "room is -1, but must be 0 (what is needed) or a positive number"),
 }
 
 

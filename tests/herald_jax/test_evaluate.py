@@ -15,6 +15,7 @@ from herald_jax import eval_report, evaluate, replay
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import StaticLowConfidence
 from herald_jax.errors import GenerationError
+from herald_jax.generate import SharedPrefill
 from herald_jax.plans import Dense, Mage
 from tests import tiny as checkpoint
 
@@ -94,6 +95,32 @@ def test_a_run_goes_on_where_it_stopped(
     assert [row.get("replay_agreement") for row in rows] == [None, None, *[0.75] * 4]
     assert evaluate.main([*arguments, "--lengths", "400"]) == 2
     assert "was written with another lengths" in capsys.readouterr().err
+
+
+def test_plans_side_by_side(source: Path, first: Path, tmp_path: Path) -> None:
+    """From one prefill, in threads: the answers are the same, and so they are in caches that have more room."""
+    model = herald_jax.load(source)
+    tokens = evaluate.token_counter(model)
+    sets = [
+        evaluate.task_set(model, task, 500, 3, seed=0, haystack=None, chat=False, tokens=tokens)
+        for task in ("single_needle", "fact_qa")
+    ]
+    plans = [Dense(), *(Mage(budget, min_budget=1, dense_layers=0, measure=True) for budget in (0.05, 1.0))]
+    config = GenerateConfig(12, StaticLowConfidence(2))
+    evaluate.run(model, plans, sets, config, tmp_path, settings={"checkpoint": ""}, workers=3)
+
+    def answers(directory: Path) -> dict[Any, str]:
+        found = map(json.loads, (directory / "answers.jsonl").read_text().splitlines()[1:])
+        return {(r["plan"], r["set"], r["index"]): r["answer"] for r in found if "index" in r}
+
+    assert answers(tmp_path) == answers(first)
+    later = evaluate.task_set(model, "fact_qa", 500, 2, seed=0, haystack=None, chat=False, first=1)
+    shared, roomy = SharedPrefill(), dataclasses.replace(config, room=900)
+    for sample in later.samples[:1] * 2:
+        [text] = herald_jax.generate(model, [sample.ids], roomy, shared=shared).texts or []
+        assert text == answers(first)["dense", "fact_qa/500", 1]
+    with pytest.raises(GenerationError, match="for one batch of prompts, but these are others"):
+        herald_jax.generate(model, [later.samples[1].ids], roomy, shared=shared)
 
 
 def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
