@@ -29,6 +29,7 @@ WARPGROUPS = 3  # compute warpgroups; three hide each other's exponentials, and 
 TILE = 64  # KV entries of a warpgroup's step
 ENTRIES = TILE * WARPGROUPS  # KV entries per step of the program
 MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
+PASS_ROWS = 128  # query rows of one matmul, at most
 MAX_STAGES = 4
 TURNS = True  # whether the warpgroups take turns at the tensor cores
 
@@ -65,8 +66,13 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
     chunks = _chunks(steps, heads)
     row_bytes = p.head_dim * jnp.dtype(p.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - len(tiles) * p.rows * row_bytes
+    # The query rows of these tiles in equal passes. The last tile may be partly empty: 6 heads of 32 queries are two
+    # tiles of 128, but two passes of 96.
+    used = min(len(tiles) * p.rows, p.chunks * p.group * p.query_chunk - tiles[0] * p.rows)
+    passes = -(-used // PASS_ROWS)
+    columns = -(-used // (16 * passes)) * 16
     stages = max(2, min(-(-steps // chunks), MAX_STAGES, room // (ENTRIES * row_bytes)))
-    inputs = {"q": q, "k": k, "lengths": lengths, "bias": bias}
+    inputs = {"q": q, "k": k, "lengths": lengths, "bias": bias.reshape(p.batch, p.kv_heads, p.tiles * p.rows)}
     if layer is not None:
         inputs |= {"layer": layer.reshape(1)}
     if prefix_lengths is not None:
@@ -92,8 +98,8 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         def per_entry(value):
             return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
-        def load_bias(tile):
-            ref = ins["bias"].at[batch, head, tile]
+        def load_bias(number):
+            ref = ins["bias"].at[batch, head, pl.ds(tiles[0] * p.rows + number * columns, columns)]
             return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
         def write(index, values):
@@ -109,8 +115,8 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         @pl.when(wg < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(152, action="increase")
-            # One tile's bias stays in registers; those of several would not fit and are read again, from the L1.
-            held = load_bias(tiles[0]) if len(tiles) == 1 else None
+            # One pass's bias stays in registers; those of several would not fit and are read again, from the L1.
+            held = load_bias(0) if passes == 1 else None
             row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
             next_wg = jnp.where(wg == WARPGROUPS - 1, 0, wg + 1)
             pl.when(first < last)(lambda: plgpu.barrier_wait(q_ready))
@@ -121,20 +127,21 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                 slot = slot_of(index, wg)
                 plgpu.barrier_wait(k_ready.at[slot])
                 result = per_entry(0.0)
-                for i, tile in enumerate(tiles):
+                for number in range(passes):
 
-                    def scores_of(acc_ref, i=i):
-                        plgpu.wgmma(acc_ref, k_smem.at[slot], q_smem.at[i].transpose((1, 0)))
+                    def scores_of(acc_ref, number=number):
+                        queries = q_smem.at[pl.ds(number * columns, columns)]
+                        plgpu.wgmma(acc_ref, k_smem.at[slot], queries.transpose((1, 0)))
                         return acc_ref[...]
 
+                    bias = load_bias(number) if held is None else held
                     if TURNS:
                         plgpu.barrier_wait(turn.at[wg])
-                    s = pl.run_scoped(scores_of, plgpu.ACC((TILE, p.rows), jnp.float32))
+                    s = pl.run_scoped(scores_of, plgpu.ACC((TILE, columns), jnp.float32))
                     if TURNS:
                         plgpu.barrier_arrive(turn.at[next_wg])
-                    if i == len(tiles) - 1:
+                    if number == passes - 1:
                         plgpu.barrier_arrive(k_free.at[slot])
-                    bias = load_bias(tile) if held is None else held
                     weights = jnp.exp2(s * (scale * LOG2E) + lax.broadcast_in_dim(bias, s.shape, [1]))
                     if reduce == "max":
                         result = jnp.maximum(result, weights.max(axis=1))
@@ -155,8 +162,8 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             for i, tile in enumerate(tiles):
                 for part in range(p.warpgroups):
                     for rows, where, _ in slabs(p, batch, head, jnp.int32(tile), jnp.int32(part)):
-                        start = pl.ds(part * 64 + rows.start, rows.size)
-                        plgpu.copy_gmem_to_smem(ins["q"].at[where], q_smem.at[i, start], q_ready)
+                        start = pl.ds(i * p.rows + part * 64 + rows.start, rows.size)
+                        plgpu.copy_gmem_to_smem(ins["q"].at[where], q_smem.at[start], q_ready)
 
             def load(index, wait):
                 for warpgroup in range(WARPGROUPS):
@@ -187,7 +194,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types={
-            "q_smem": plgpu.SMEM((len(tiles), p.rows, p.head_dim), p.dtype, transforms=transforms),
+            "q_smem": plgpu.SMEM((len(tiles) * p.rows, p.head_dim), p.dtype, transforms=transforms),
             "k_smem": plgpu.SMEM((stages * WARPGROUPS, TILE, p.head_dim), p.dtype, transforms=transforms),
             "q_ready": plgpu.Barrier(num_arrivals=len(tiles) * p.warpgroups * p.slabs_per_warpgroup),
             "k_ready": plgpu.Barrier(num_barriers=stages * WARPGROUPS),

@@ -38,8 +38,8 @@ def store_rows_wide(ref, values, rows):
     """Stores rows of a wgmma tile 16 bytes at a time, their entries in another order: see `wide_order`.
 
     ref: in GMEM, `[m, n]`, each row 16-byte aligned; or, for values `[64]`, `[m]`.
-    values: of ref's dtype, `[64, n]` in the WGMMA layout, 16 bits each, n a multiple of 32; or `[64]` in its row layout,
-      32 bits each.
+    values: of ref's dtype: `[64, n]` in the WGMMA layout, 16 bits each, n a multiple of 32; or `[64]` in its row
+      layout, 32 bits each.
     rows: `i32[64]` in the row layout. Row r goes to ref[rows[r]], or nowhere if that is negative.
 
     PTX's layout of an accumulator: thread t of a warp holds columns 8 j + 2 (t % 4) and the next, for every j. In this

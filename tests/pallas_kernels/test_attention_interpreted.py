@@ -115,9 +115,13 @@ def test_importance_of_many_queries(interpreted):
 
 
 def test_importance_of_many_queries_in_turns(interpreted, monkeypatch):
-    """One program of a row that fills a part of its slots: tiles in flight are used again, the rest is cleared."""
+    """One program of a row that fills a part of its slots: tiles in flight are used again, the rest is cleared.
+
+    Its query rows take two matmuls.
+    """
     from pallas_kernels import importance_mosaic
 
+    monkeypatch.setattr(importance_mosaic, "PASS_ROWS", 16)
     monkeypatch.setattr(importance_mosaic, "MAX_STAGES", 2)
     monkeypatch.setattr(importance_mosaic, "_chunks", lambda steps, heads: 1)
     case = Case(((500,), (0,)), queries=8, kv_heads=1, entries=800, head_dim=64)
