@@ -129,8 +129,8 @@ def stream_matmul_missing(x: Any, w: Any) -> str | None:
         return f"stream_matmul on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
     if tokens % 8 or not 8 <= tokens <= STREAM_TOKENS:
         return (
-            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to {STREAM_TOKENS}, not {tokens}: its tiles come "
-            "in groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
+            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to {STREAM_TOKENS}, not {tokens}: its tiles "
+            "come in groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
         )
     if depth % 64 or w.shape[-1] % (64 if w.ndim == 3 else 128):
         return (

@@ -210,7 +210,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
         out_type=out,
         grid=(-(-groups // (c * cluster)), splits),
         grid_names=("columns", "split"),
-        **({"cluster": (cluster,), "cluster_names": ("sharer",)} if cluster > 1 else {}),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("sharer",) if cluster > 1 else (),
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types={
