@@ -84,11 +84,16 @@ def _fill(x: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, x.shape[0], one, x)
 
 
-def start(config: ModelConfig, params: Params, batch: int, context: int, plan: Plan) -> tuple[Rows, LoopOptions]:
-    """Rows whose prompt of `context` tokens is in the cache already, with room for BLOCKS blocks."""
+def start(
+    config: ModelConfig, params: Params, batch: int, context: int, plan: Plan, capacity: int | None = None
+) -> tuple[Rows, LoopOptions]:
+    """Rows whose prompt of `context` tokens is in the cache already, with room for BLOCKS blocks.
+
+    `capacity`: slots of the cache, by default as many as `generate` would allocate.
+    """
     block = config.diffusion.block_length
     end = context + BLOCKS * block
-    capacity = capacity_for(end + block)
+    capacity = capacity or capacity_for(end + block)
     cache: DeviceKV | MageKV = random_cache(config, batch, capacity)
     if isinstance(plan, Mage):
         cache = MageKV.around(cache, plan, config, end, None)
@@ -115,11 +120,15 @@ def rewind(rows: Rows, context: jax.Array, *, seeded: bool) -> Rows:
     )  # fmt: skip
 
 
+def abstract_params(config: ModelConfig) -> Params:
+    """Shapes and dtypes of the parameters."""
+    specs = param_specs(config)
+    return unflatten({path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in specs.items()})
+
+
 def compile_ahead(config: ModelConfig, batch: int, context: int, plan: Plan) -> Callable[..., Rows]:
     """The program of `measure`, compiled from shapes alone."""
-    params = unflatten({
-        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in param_specs(config).items()
-    })  # fmt: skip
+    params = abstract_params(config)
     rows = jax.eval_shape(lambda params: start(config, params, batch, context, plan)[0], params)
     arguments = (params, rows, Threshold(0.5), _GREEDY, _NO_STOPS, np.bool_(False))
     return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan)).compile()
@@ -135,10 +144,10 @@ def measure(
 
 def measure_contexts(
     config: ModelConfig, params: Params, batch: int, contexts: Sequence[int], plan: Plan,
-    compiled: Callable[..., Rows] | None = None,
+    compiled: Callable[..., Rows] | None = None, capacity: int | None = None,
 ) -> dict[int, BlockTime]:  # fmt: skip
     """`measure` at several contexts, by one program with room for the longest: `compiled`, if it is there already."""
-    rows, options = start(config, params, batch, max(contexts), plan)
+    rows, options = start(config, params, batch, max(contexts), plan, capacity)
     run = compiled or functools.partial(run_blocks, options=options)
     found = {}
     for context in contexts:

@@ -6,7 +6,8 @@ jitted loop. The floor is the bytes a step must read over the measured copy band
 actually chose, counted in a run of their own, every other weight and the cache once.
 
 Also: the grouped kernel against `jax.lax.ragged_dot` for one layer; MAGE's later steps against dense ones; and HERALD's
-throughput against the dense plan's where both may use the same amount of device memory.
+throughput against the dense plan's where both may use the same amount of device memory. `--side-by-side` compiles the
+parts at the same time, in a process each (`benchmarks.turns`).
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import herald_jax
-from benchmarks import common
-from benchmarks.mage import measure, random_cache
+from benchmarks import common, herald
+from benchmarks.mage import abstract_params, compile_ahead, measure, random_cache
 from benchmarks.shapes import SHAPES, step_weight_bytes
-from herald_jax import Dense, GenerateConfig, Herald, Mage, Model, ModelConfig, StaticLowConfidence, moe
+from benchmarks.turns import Turns, run_side_by_side
+from herald_jax import Dense, Herald, Mage, ModelConfig, moe
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.denoise import Sampling, predict
 from herald_jax.generate import capacity_for
 from herald_jax.model import Params, bind, init_params
-from herald_jax.plans import Plan
 from pallas_kernels.grouped import grouped_mlp
 
 GOALS = {
@@ -72,7 +74,7 @@ def _steps(
 
 @contextmanager
 def counting(block: int) -> Iterator[list[int]]:
-    """Collects how many experts each layer of each forward over blocks touches. What runs inside is compiled anew."""
+    """Programs traced inside collect how many experts each layer of each forward over blocks touches."""
     counts: list[int] = []
     original = moe.route
 
@@ -86,34 +88,50 @@ def counting(block: int) -> Iterator[list[int]]:
     moe.route = route  # type: ignore[assignment]
     try:
         yield counts
-        jax.effects_barrier()
     finally:
         moe.route = original
         jax.clear_caches()
 
 
-def _start(config: ModelConfig, batch: int, context: int) -> tuple[DeviceKV, jax.Array, jax.Array]:
-    cache = random_cache(config, batch, capacity_for(context + config.diffusion.block_length))
-    return cache, jnp.full((batch,), context, jnp.int32), jax.random.key(1)
+def _start(config: ModelConfig, batch: int, context: int, capacity: int) -> tuple[DeviceKV, jax.Array, jax.Array]:
+    return random_cache(config, batch, capacity), jnp.full((batch,), context, jnp.int32), jax.random.key(1)
 
 
-def count_touched(config: ModelConfig, params: Params, batch: int, context: int) -> float:
-    """How many experts of a layer a step of `batch` rows touches on average."""
-    with counting(config.diffusion.block_length) as counts:
-        jax.block_until_ready(_steps(config, params, *_start(config, batch, context), steps=4))
-    return float(np.mean(counts))
+class Steps:
+    """The programs of one shape and batch, with room for the longest context: one counts experts, one is timed."""
 
+    def __init__(self, config: ModelConfig, batch: int, longest: int, steps: int):
+        self.config, self.batch, self.steps = config, batch, steps
+        self.capacity = capacity_for(longest + config.diffusion.block_length)
+        with counting(config.diffusion.block_length) as self._counts:
+            self._counting = self._compiled(4)
+        self._timed = self._compiled(steps)
 
-def measure_step(config: ModelConfig, params: Params, batch: int, context: int, steps: int) -> float:
-    """Seconds per step."""
-    cache, length, key = _start(config, batch, context)
-    state = [cache]
+    def _compiled(self, steps: int) -> Callable[..., tuple[DeviceKV, jax.Array]]:
+        start = jax.eval_shape(functools.partial(_start, self.config, self.batch, 0, self.capacity))
+        return _steps.lower(self.config, abstract_params(self.config), *start, steps=steps).compile()
 
-    def run() -> jax.Array:
-        state[0], tokens = _steps(config, params, state[0], length, key, steps=steps)
-        return tokens
+    def touched(self, params: Params, context: int) -> float:
+        """How many experts of a layer a step touches on average."""
+        self._counts.clear()
+        jax.block_until_ready(self._counting(params, *_start(self.config, self.batch, context, self.capacity)))
+        jax.effects_barrier()
+        return float(np.mean(self._counts))
 
-    return common.wall_time(run, [()], repeats=3) / steps
+    def seconds(self, params: Params, contexts: Sequence[int]) -> dict[int, float]:
+        """Seconds per step at each context."""
+        cache, _, key = _start(self.config, self.batch, 0, self.capacity)
+        found = {}
+        for context in contexts:
+            length, state = jnp.full((self.batch,), context, jnp.int32), [cache]
+
+            def run(length=length, state=state) -> jax.Array:
+                state[0], tokens = self._timed(params, state[0], length, key)
+                return tokens
+
+            found[context] = common.wall_time(run, [()], repeats=3) / self.steps
+            cache = state[0]
+        return found
 
 
 def expert_bytes(config: ModelConfig) -> int:
@@ -164,85 +182,149 @@ def fits(config: ModelConfig, batch: int, context: int, cap: float) -> bool:
     return step_weight_bytes(config) + embedding + kv < 0.9 * cap
 
 
-def throughput(model: Model, batch: int, context: int, new_tokens: int, plan: Plan) -> herald_jax.Stats:
-    """Statistics of a second, compiled run over `batch` prompts of `context` random tokens."""
-    block = model.config.diffusion.block_length
-    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context)).tolist()
-    request = GenerateConfig(
-        new_tokens, StaticLowConfidence(8), ignore_stop=True, prefill_chunk=max(2048 // batch, block)
-    )
-    for _ in range(2):
-        stats = herald_jax.generate(model, prompts, request, plan).stats
-    return stats
+def herald_row(name: str, context: int, cap: float, batch: int, params: Params) -> dict[str, Any]:
+    """Tokens a second of HERALD with `batch` rows over those of the dense plan with as many rows as `cap` allows.
 
-
-def herald_row(name: str, context: int, cap: float, batch: int, new_tokens: int, params: Params) -> dict[str, Any]:
-    """Tokens a second of HERALD with `batch` rows over those of the dense plan with as many rows as `cap` allows."""
-    config = SHAPES[name]
+    Both at 8 steps a block and from caches of random K and V.
+    """
+    config, plan = SHAPES[name], Herald()
     dense_batch = max((b for b in range(1, batch + 1) if fits(config, b, context, cap)), default=0)
     if dense_batch == 0:
         raise SystemExit(f"{name} with one row of {context} tokens does not fit the cap of {cap / 1e9:.0f} GB")
-    model = Model.from_params(config, params)
-    dense = throughput(model, dense_batch, context, new_tokens, Dense())
-    herald = throughput(model, batch, context, new_tokens, Herald())
-    rates = [stats.new_tokens / stats.decode_seconds for stats in (dense, herald)]
+    block = config.diffusion.block_length
+    dense = dense_batch * block / measure(config, params, dense_batch, context, Dense()).block(8)
+    common.stage(f"{name}: dense plan measured under the cap")
+    got = herald.Case(config, params, batch, context).measure(plan, context, 8, 3)
+    rate, kept = batch * block / got["block"], got["stats"]
     weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
-    kept = herald.offload
-    held = weights + (0 if kept is None else kept.pool_bytes + kept.dense_bytes + kept.index_bytes)
+    held = weights + kept.pool_bytes + kept.dense_bytes + kept.index_bytes
     if held > 0.9 * cap:
         raise SystemExit(f"HERALD with {batch} rows holds {held / 1e9:.1f} GB, too close to the cap: take fewer rows")
     detail = {
-        "cap_gb": cap / 1e9, "dense_rows": dense_batch, "herald_rows": batch, "dense_tokens_per_s": rates[0],
-        "herald_tokens_per_s": rates[1], "herald_device_gb": held / 1e9,
+        "cap_gb": cap / 1e9, "dense_rows": dense_batch, "herald_rows": batch, "dense_tokens_per_s": dense,
+        "herald_tokens_per_s": rate, "herald_device_gb": held / 1e9, "host_gb": kept.host_bytes / 1e9,
+        "exposed": got["exposed"], "scan_ms": got["scan"] * 1e3, "block_ms": got["block"] * 1e3,
     }  # fmt: skip
     id = f"herald/{name}/{context // 1024}k/throughput"
-    return common.row(id, rates[1] / rates[0], "x", goal=GOALS.get(id), detail=detail)
+    return common.row(id, rate / dense, "x", goal=GOALS.get(id), detail=detail)
+
+
+class Run:
+    """Rows of the parts of one process. A part is a shape's `steps`, or `mage` or `herald` on one."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.turns = options, Turns(options.turns)
+        self.rows: list[dict[str, Any]] = []
+        self.loaded, self.params = "", {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(row, flush=True)
+        common.write_results("moe", self.rows, folder=self.options.out)  # a run that is cut short keeps what it has
+
+    def part(self, part: str, name: str) -> None:
+        common.stage(f"{name} {part}: begins")
+        getattr(self, part)(name)
+        common.stage(f"{name} {part}: done")
+
+    def _load(self, name: str) -> Params:
+        self.turns.begin_measuring()
+        if self.loaded != name:
+            self.params = {}  # free the last model before the next is made
+            self.params, self.loaded = parameters(SHAPES[name]), name
+            common.stage(f"{name}: weights made")
+        return self.params
+
+    def steps(self, name: str) -> None:
+        config = SHAPES[name]
+        batches = [int(batch) for batch in self.options.batches.split(",")]
+        contexts = [1024 * int(thousands) for thousands in self.options.contexts.split(",")]
+        with self.turns.compiling():
+            programs = {batch: Steps(config, batch, max(contexts), self.options.steps) for batch in batches}
+            common.stage(f"{name} steps: compiled")
+        params = self._load(name)
+        bandwidth = common.copy_bandwidth()
+        for batch, program in programs.items():
+            self.add(expert_row(name, batch, params))
+            # Once per batch: how many experts the tokens of a block choose hardly depends on what they attend to.
+            touched = program.touched(params, contexts[0])
+            for context, seconds in program.seconds(params, contexts).items():
+                floor = step_bytes(config, touched, batch, context) / bandwidth
+                id = f"step/{name}/{context // 1024}k/b{batch}/over_floor"
+                detail = {"step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "touched_experts": touched}
+                self.add(common.row(id, seconds / floor, "x", goal=GOALS.get(id), detail=detail))
+
+    def mage(self, name: str) -> None:
+        config, context, batch = SHAPES[name], 1024 * self.options.plan_context, self.options.plan_rows
+        plans = (Dense(), Mage())
+        with self.turns.compiling():
+            programs = [compile_ahead(config, batch, context, plan) for plan in plans]
+            common.stage(f"{name} mage: compiled")
+        params = self._load(name)
+        dense, sparse = (
+            measure(config, params, batch, context, plan, program)
+            for plan, program in zip(plans, programs, strict=True)
+        )
+        id = f"mage/{name}/{self.options.plan_context}k/step_speedup"
+        detail = {"batch": batch, "dense_step_ms": dense.later * 1e3, "sparse_step_ms": sparse.later * 1e3}
+        self.add(common.row(id, dense.later / sparse.later, "x", goal=GOALS.get(id), detail=detail))
+
+    def herald(self, name: str) -> None:
+        context, batch = 1024 * self.options.plan_context, self.options.plan_rows
+        self.add(herald_row(name, context, self.options.cap, batch, self._load(name)))
+
+
+def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Every part in a process of its own."""
+    # This process only names the machine in the results file.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    shared = [
+        "--batches", options.batches, "--contexts", options.contexts, "--steps", str(options.steps),
+        "--plan-context", str(options.plan_context), "--plan-rows", str(options.plan_rows), "--cap", str(options.cap),
+    ]  # fmt: skip
+    arguments = [[*shared, "--shapes", name, "--plans", name, "--parts", part] for part, name in parts]
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if rows:
+            common.write_results("moe", rows, folder=options.out)
+
+    return run_side_by_side("benchmarks.moe", arguments, save)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default="llada2_mini,sdar_30b_a3b")
+    parser.add_argument("--parts", default="steps,mage,herald", help="of these; comma-separated")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--contexts", default="4,32", help="in units of 1024 tokens")
     parser.add_argument("--steps", type=int, default=64, help="per timed loop")
     parser.add_argument("--plans", default="llada2_mini", help="shape of the MAGE and HERALD rows; empty: none")
     parser.add_argument("--plan-context", type=int, default=64, help="in units of 1024 tokens")
+    parser.add_argument("--plan-rows", type=int, default=16, help="batch of the MAGE and HERALD rows")
     parser.add_argument("--cap", type=float, default=48e9, help="bytes of device memory that both plans may use")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--side-by-side", action="store_true", help="compile the parts in a process each, all at once")
+    parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)
     common.output_option(parser)
     options = parser.parse_args()
 
-    bandwidth = common.copy_bandwidth()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(row, flush=True)
-        common.write_results("moe", rows, folder=options.out)  # a run that is cut short keeps what it has
-
-    for name in options.shapes.split(","):
-        config, params = SHAPES[name], parameters(SHAPES[name])
-        for batch in map(int, options.batches.split(",")):
-            add(expert_row(name, batch, params))
-            # Once per batch: how many experts the tokens of a block choose hardly depends on what they attend to.
-            contexts = [int(thousands) for thousands in options.contexts.split(",")]
-            touched = count_touched(config, params, batch, contexts[0] * 1024)
-            for thousands in contexts:
-                context = thousands * 1024
-                seconds = measure_step(config, params, batch, context, options.steps)
-                floor = step_bytes(config, touched, batch, context) / bandwidth
-                id = f"step/{name}/{thousands}k/b{batch}/over_floor"
-                detail = {"step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "touched_experts": touched}
-                add(common.row(id, seconds / floor, "x", goal=GOALS.get(id), detail=detail))
-        if name == options.plans:
-            context, batch = options.plan_context * 1024, 16
-            dense, sparse = (measure(config, params, batch, context, plan) for plan in (Dense(), Mage()))
-            id = f"mage/{name}/{options.plan_context}k/step_speedup"
-            detail = {"batch": batch, "dense_step_ms": dense.later * 1e3, "sparse_step_ms": sparse.later * 1e3}
-            add(common.row(id, dense.later / sparse.later, "x", goal=GOALS.get(id), detail=detail))
-            add(herald_row(name, context, options.cap, batch, options.new_tokens, params))
-    common.print_rows(rows)
+    # Before JAX's first use: 16 rows of 64K need more than the three quarters of the card that JAX takes by default.
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    wanted = options.parts.split(",")
+    parts = [
+        (part, name)
+        for name in options.shapes.split(",")
+        for part in ("steps", "mage", "herald")
+        if part in wanted and (part == "steps" or name == options.plans)
+    ]
+    if options.side_by_side:
+        common.print_rows(side_by_side(options, parts))
+        return
+    run = Run(options)
+    for part, name in parts:
+        run.part(part, name)
+    if options.turns is None:
+        common.print_rows(run.rows)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import moe, shapes
+from benchmarks.mage import BlockTime
 from herald_jax.model import param_specs
 from tests.herald_jax.test_moe import MOE
 
@@ -29,20 +30,22 @@ def test_published_sizes() -> None:
 def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", MOE)
     params = moe.parameters(MOE)
-    assert moe.measure_step(MOE, params, 2, 40, 2) > 0
-    assert 3 < moe.count_touched(MOE, params, 2, 40) <= 8  # more than one token's, for they are routed apart
+    steps = moe.Steps(MOE, 2, 40, 2)
+    assert 3 < steps.touched(params, 40) <= 8  # more than one token's, for they are routed apart
+    assert all(seconds > 0 for seconds in steps.seconds(params, [20, 40]).values())
     row = moe.expert_row("tiny", 2, params)
     assert row["id"] == "experts/tiny/b2/vs_ragged_dot"
     assert row["detail"]["error"] == 0.0  # here both are ragged_dot
-    # The runs themselves are `generate`'s, tested elsewhere; here a second takes 5 tokens of each row.
-    rate = SimpleNamespace(decode_seconds=1.0, offload=None)
-    monkeypatch.setattr(moe, "throughput", lambda _, batch, *__: SimpleNamespace(new_tokens=5 * batch, **vars(rate)))
-    row = moe.herald_row("tiny", 40, 4e5, 9, 8, params)
+    # The runs themselves are the plans' benchmarks', tested there; here a block takes a second.
+    kept = SimpleNamespace(pool_bytes=0, dense_bytes=0, index_bytes=0, host_bytes=0)
+    got = {"block": 1.0, "scan": 0.0, "exposed": 0.0, "stats": kept}
+    monkeypatch.setattr(moe, "measure", lambda *_: BlockTime(1.0, 0.0))
+    monkeypatch.setattr(moe.herald, "Case", lambda *_: SimpleNamespace(measure=lambda *_: got))
+    row = moe.herald_row("tiny", 40, 4e5, 9, params)
     assert row["id"] == "herald/tiny/0k/throughput"
     assert (row["detail"]["dense_rows"], row["detail"]["herald_rows"], row["value"]) == (2, 9, 4.5)
-    big = SimpleNamespace(pool_bytes=4e5, dense_bytes=0, index_bytes=0)
-    monkeypatch.setattr(rate, "offload", big)
+    kept.pool_bytes = 4e5
     with pytest.raises(SystemExit, match="HERALD with 9 rows holds 0.0 GB, too close to the cap: take fewer rows"):
-        moe.herald_row("tiny", 40, 4e5, 9, 8, params)
+        moe.herald_row("tiny", 40, 4e5, 9, params)
     with pytest.raises(SystemExit, match="tiny with one row of 40 tokens does not fit the cap"):
-        moe.herald_row("tiny", 40, 2e5, 3, 8, params)
+        moe.herald_row("tiny", 40, 2e5, 3, params)
