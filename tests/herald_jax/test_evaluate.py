@@ -13,7 +13,7 @@ import pytest
 import herald_jax
 from herald_jax import eval_report, evaluate, replay
 from herald_jax.config import GenerateConfig
-from herald_jax.denoise import StaticLowConfidence
+from herald_jax.denoise import StaticLowConfidence, Threshold
 from herald_jax.errors import GenerationError
 from herald_jax.generate import SharedPrefill
 from herald_jax.plans import Dense, Mage
@@ -106,7 +106,7 @@ def test_plans_side_by_side(source: Path, first: Path, tmp_path: Path) -> None:
         for task in ("single_needle", "fact_qa")
     ]
     plans = [Dense(), *(Mage(budget, min_budget=1, dense_layers=0, measure=True) for budget in (0.05, 1.0))]
-    config = GenerateConfig(12, StaticLowConfidence(2))
+    config = GenerateConfig(12, Threshold(0.9, steps=2))
     evaluate.run(model, plans, sets, config, tmp_path, settings={"checkpoint": ""}, workers=3)
 
     def answers(directory: Path) -> dict[Any, str]:
