@@ -11,11 +11,11 @@ What is exposed of a block is its time less that of its own steps and draft, eac
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -184,19 +184,23 @@ def main(options: argparse.Namespace) -> None:
         out.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail or None))
         print(out[-1]["id"], out[-1]["value"], out[-1].get("detail", ""), flush=True)
         common.write_results("herald", out, folder=options.out)
+        common.stage(id)
 
     budgets = [float(b) for b in options.budgets.split(",")]
     for name in options.shapes.split(","):
         config, first = SHAPES[name], name == options.shapes.split(",")[0]
         params = init_params(config, jax.random.key(0))
-        dense_block = functools.partial(dense, config, params)
         contexts = [1024 * int(c) for c in options.contexts.split(",")]
+        common.stage(f"{name}: weights made")
+        bases = dense(config, params, 1, contexts)
+        common.stage(f"{name}: dense plan measured")
         case = Case(config, params, 1, max(contexts))
+        common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
         speedups, exposed = {}, []
         for budget in budgets:
             for context in contexts:
                 got = case.measure(Herald(budget), context, 32, blocks)
-                base = dense_block(1, context).block(32)
+                base = bases[context].block(32)
                 where = f"{name}/{context // 1024}k/b1/{budget:g}"
                 add(
                     f"latency_case/{where}/speedup", base / got["block"], block_ms=got["block"] * 1e3,
@@ -226,10 +230,13 @@ def main(options: argparse.Namespace) -> None:
             alone = rows_that_fit(config, context, cap)
             if alone < 1:
                 raise SystemExit(f"error: not one row of {context} tokens fits {options.cap} GB; choose a larger --cap")
+            times = dense(config, params, alone, [context])[context]
+            common.stage(f"{name}: dense plan measured with {alone} rows")
             case = Case(config, params, options.rows, context)
+            common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
             best = {}
             for steps in (32, 10):
-                base = dense_block(alone, context).block(steps)
+                base = times.block(steps)
                 for plan in (Herald(budgets[0]), Herald(budgets[0], selector="index", index_bits=8)):
                     if plan.selector == "cpu" and steps != 32:
                         continue  # the scan does not get shorter with the block
@@ -263,9 +270,11 @@ def main(options: argparse.Namespace) -> None:
     common.print_rows(out)
 
 
-def dense(config: ModelConfig, params: Params, batch: int, context: int) -> mage.BlockTime:
-    """The dense plan's first and later forwards, its cache in device memory."""
-    return mage.measure(config, params, batch, context, Dense())
+def dense(config: ModelConfig, params: Params, batch: int, contexts: Sequence[int]) -> dict[int, mage.BlockTime]:
+    """The dense plan's first and later forwards by one program, its device cache no longer than needed."""
+    slots = max(contexts) + (mage.BLOCKS + 1) * config.diffusion.block_length
+    capacity = -(-slots // 128) * 128
+    return mage.measure_contexts(config, params, batch, contexts, Dense(), capacity=capacity)
 
 
 if __name__ == "__main__":
