@@ -124,11 +124,11 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     def body(*refs, **scratch):
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
-        overlap.begin(early)
+        overlap.begin(early, late=False)
         if early and p.uniform and PREFETCH:
             _prefetch(ins, p)
         overlap.wait(early)
-        _body(ins, outs, scratch, plan, scale)
+        _body(ins, outs, scratch, plan, scale, early)
 
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     ring = plgpu.SMEM((p.stages, p.kv_tile, p.head_dim), q.dtype, transforms=transforms)
@@ -171,7 +171,7 @@ class _Range(NamedTuple):
     prefix: jax.Array | None
 
 
-def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
+def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float, early: bool):
     # Long tiles first: with block-causal lengths the last tiles see the most entries and would otherwise end alone.
     tile = p.tiles - 1 - lax.axis_index("tile")
     split = lax.axis_index("split")
@@ -249,6 +249,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
         filled = jnp.minimum(first + p.stages, last)
         pl.loop(first, filled)(functools.partial(load, wait=False))
         pl.loop(filled, last)(functools.partial(load, wait=True))
+        overlap.begin(early, late=True)
 
 
 def _prefetch(ins: _Inputs, p: Plan):

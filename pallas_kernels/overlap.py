@@ -52,9 +52,14 @@ def active() -> bool:
     return _active.get()
 
 
-def begin(overlap: bool) -> None:
-    """In a kernel, first thing: lets the next kernel start, as soon as all programs have come here."""
-    if overlap:
+# Whether kernels that stream let the next one start when they have asked for all they read, not when they start. Its own
+# first loads then fill the time in which this one drains.
+LATE = True
+
+
+def begin(overlap: bool, late: bool | None = None) -> None:
+    """In a kernel: lets the next kernel start, as soon as all programs have come here."""
+    if overlap and late in (None, LATE):
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
         plgpu.griddepcontrol_launch_dependents()

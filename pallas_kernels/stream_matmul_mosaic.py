@@ -36,12 +36,14 @@ class MatmulConfig:
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
         cluster: programs of neighbouring columns that share token tiles: so often less the L2 has to deliver them.
+        ahead: weight tiles behind the ring that a program has fetched into the L2 while the kernel before still runs.
     """
 
     column_groups: int
     splits: int
     stages: int
     cluster: int = 1
+    ahead: int = 0
 
 
 def smem_bytes(tokens: int, config: MatmulConfig) -> int:
@@ -101,7 +103,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     w = w.reshape(depth, halves * columns)
 
     def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done):
-        overlap.begin(early)
+        overlap.begin(early, late=False)
         program = lax.axis_index("columns")
         if cluster > 1:
             program = program * cluster + lax.axis_index("sharer")
@@ -178,6 +180,13 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
                             ready.at[slot],
                         )
 
+            def prefetch_weights(index):
+                for group in range(c):
+                    for half in range(halves):
+                        plgpu.async_prefetch(
+                            w_ref.at[pl.ds(index * DEPTH, DEPTH), pl.ds(half * columns + column(group), width)]
+                        )
+
             def refill(index):
                 plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
                 load_tokens(index)
@@ -187,6 +196,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
             if early:
                 # The weights do not depend on the kernel before.
                 pl.loop(first, filled)(load_weights)
+                pl.loop(filled, jnp.minimum(filled + config.ahead, last))(prefetch_weights)
                 overlap.wait(early)
                 pl.loop(first, filled)(load_tokens)
             else:
@@ -197,6 +207,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
                     load_weights(index)
 
             pl.loop(filled, last)(refill)
+            overlap.begin(early, late=True)
             # The programs of a cluster arrive at each other's barriers: none may end before the last has arrived. Where
             # there is no cluster nothing depends on this, but the interpreter wants every completed phase to be seen.
             pl.loop(jnp.maximum(first, last - stages), last)(

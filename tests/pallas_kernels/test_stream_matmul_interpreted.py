@@ -28,16 +28,16 @@ def kernel():
 # splits of unequal length and more steps than stages; weights asked for before the tokens are there.
 @pytest.mark.parametrize(
     ("tokens", "depth", "columns", "config", "early"),
-    [(24, 320, 384, (2, 2, 2), False), (72, 128, 128, (1, 1, 3), False), (80, 320, 384, (1, 2, 2, 2), True)],
+    [(24, 320, 384, (2, 2, 2), False), (72, 128, 128, (1, 1, 3), False), (80, 320, 384, (1, 2, 2, 2, 1), True)],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernel_in_the_interpreter(kernel, monkeypatch, tokens, depth, columns, config, early, gated):
     # The interpreter runs one kernel at a time and knows no launches that wait for each other.
-    monkeypatch.setattr(overlap, "begin", lambda early: None)
+    monkeypatch.setattr(overlap, "begin", lambda early, late=None: None)
     monkeypatch.setattr(overlap, "wait", lambda early: None)
     config = kernel.MatmulConfig(*config)
     if gated:
-        config = kernel.MatmulConfig(config.column_groups + 1, 1, config.stages, config.cluster)
+        config = kernel.MatmulConfig(config.column_groups + 1, 1, config.stages, config.cluster, config.ahead)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(tokens, depth)), jnp.bfloat16)
     w = jnp.asarray(rng.normal(size=(depth, 2, columns) if gated else (depth, columns)) / depth**0.5, jnp.bfloat16)
