@@ -76,12 +76,28 @@ GOALS = {
 }
 
 
+def host_slots(config: ModelConfig, longest: int) -> int:
+    """Slots of each row of a case's cache: its context and as many blocks as are run (page-locking takes seconds)."""
+    return -(-(longest + 32 * config.diffusion.block_length) // 128) * 128
+
+
+def reserve_host_memory(options: argparse.Namespace) -> None:
+    """Let JAX page-lock what the largest case needs and not much more. Has to come before JAX's first use."""
+    needed = [0.0]
+    for name in options.shapes.split(","):
+        config, longest = SHAPES[name], max(map(int, options.contexts.split(",")))
+        for rows, thousands in ((1, longest), (options.rows, int(options.throughput)), (1, options.over_cap)):
+            if thousands:
+                needed.append(rows * host_slots(config, 1024 * thousands) * config.kv_bytes_per_token)
+    os.environ.setdefault(host_kv.LIMIT_VARIABLE, str(int(1.1 * max(needed) / 1e9) + 2))
+
+
 class Case:
     """HERALD's state for a shape, batch and capacity, with a cache in host memory that stays the same for all plans."""
 
     def __init__(self, config: ModelConfig, params: Params, batch: int, longest: int):
         self.config, self.params, self.batch = config, params, batch
-        self.capacity = capacity_for(longest + 4 * config.diffusion.block_length)
+        self.capacity = host_slots(config, longest)
         self.longest = longest + 64 * config.diffusion.block_length
         shape = (1, batch, config.num_kv_heads, self.capacity, config.head_dim)
         make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(config.dtype)))
@@ -280,4 +296,5 @@ def dense(config: ModelConfig, params: Params, batch: int, contexts: Sequence[in
 if __name__ == "__main__":
     options = _options()
     cap_device_memory(options.cap)
+    reserve_host_memory(options)
     main(options)

@@ -41,7 +41,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     assert promised <= rows.keys()
     case = rows["throughput_case/tiny/1k/steps32/index"]["detail"]
     assert case["index_bytes"] > 0
-    assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald.capacity_for(1024 + 4 * 4)
+    assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald.host_slots(small, 1024)
     assert rows["context_over_cap/tokens"]["value"] == 2048
     assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
     assert common.row("latency/longest/speedup", 1.6, "x", goal=herald.GOALS["latency/longest/speedup"])["met"]
