@@ -52,8 +52,8 @@ def active() -> bool:
     return _active.get()
 
 
-# Whether kernels that stream let the next one start when they have asked for all they read, and not when they start: its
-# own first loads then fill the time in which this one drains.
+# Whether kernels that stream let the next one start when they have asked for all they read, and not when they start:
+# its own first loads then fill the time in which this one drains.
 LATE = True
 
 
