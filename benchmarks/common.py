@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import re
@@ -104,6 +105,7 @@ def device_slug() -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name().lower().removeprefix("nvidia ")).strip("-")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of what ran: Python, JAX, and where there is a GPU its driver and CUDA."""
     found = {"python": sys.version.split()[0], "jax": jax.__version__}
