@@ -223,10 +223,13 @@ def step(
     if isinstance(options.plan, Mage) and isinstance(cache, MageKV):
         if phase == "select":
             cache = mage.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
+            if options.plan.select_every > 1:
+                cache = mage.follow(cache, rows.length, block, options.mesh)
         else:
             counted = active & jnp.any(~rows.known, axis=1)
             cache = mage.add_measured(cache, options.plan, rows.length, counted)
             cache = mage.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
+        cache = mage.keep(cache, options.plan, committing, block)
     if isinstance(cache, PooledKV):
         cache = pooled.after_step(cache, prediction.token, rows.length, committing, options.mesh)
     reveal = policy(
@@ -382,26 +385,38 @@ def mage_blocks(
 ) -> Rows:
     """One block of every row that is not done: the exact steps, then sparse ones until each row has committed.
 
-    Rows that are ahead wait at the first step of their next block.
+    Rows that are ahead wait at the first step of their next block. With `select_every`, only every so many blocks have
+    exact steps; since rows begin their blocks together, they do so at the same blocks.
     """
     plan = options.plan
     assert isinstance(plan, Mage)
     later_phase: Phase = "select" if plan.selector == "oracle" else "sparse"  # the oracle chooses at every step
     sparse = ~rows.done & (select.budget_of(plan, rows.length) < rows.length)
+    exact_steps: Any = plan.select_at_step
+    begins = jnp.zeros((), bool)  # with a sparse step
+    if plan.select_every > 1:
+        begins = jnp.max(jnp.where(rows.done, 0, rows.commits)) % plan.select_every > 0
+        exact_steps = jnp.where(begins, 0, exact_steps)
+    if rows.canvas.shape[1] == 1:  # a single position is known, and so its one step commits it
+        sparse = sparse & begins
     rows = dataclasses.replace(rows, sparse_blocks=rows.sparse_blocks + sparse)
 
     def exact(i: jax.Array, rows: Rows) -> Rows:
         waiting = (rows.step == 0) & (i > 0)
         return step(model, rows, policy, sampling, stops, options, phase="select", waiting=waiting)
 
-    def inside(rows: Rows) -> jax.Array:
-        return jnp.any(~rows.done & (rows.step > 0))
+    def inside(state: tuple[jax.Array, Rows]) -> jax.Array:
+        begins, rows = state
+        return begins | jnp.any(~rows.done & (rows.step > 0))
 
-    def later(rows: Rows) -> Rows:
-        return step(model, rows, policy, sampling, stops, options, phase=later_phase, waiting=rows.step == 0)
+    def later(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
+        begins, rows = state
+        waiting = (rows.step == 0) & ~begins
+        rows = step(model, rows, policy, sampling, stops, options, phase=later_phase, waiting=waiting)
+        return jnp.zeros((), bool), rows
 
-    rows = jax.lax.fori_loop(0, plan.select_at_step, exact, rows)
-    return jax.lax.while_loop(inside, later, rows)
+    rows = jax.lax.fori_loop(0, exact_steps, exact, rows)
+    return jax.lax.while_loop(inside, later, (begins, rows))[1]
 
 
 @functools.partial(

@@ -26,6 +26,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "reduce",
                 "dense_layers",
                 "select_at_step",
+                "select_every",
                 "selector",
                 "measure",
             )
@@ -183,6 +184,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--dense-layers", type=int, metavar="N", help="mage, herald: leading layers that attend to everything"
     )
     group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
+    group.add_argument("--select-every", type=int, metavar="N", help="mage: blocks that share one selection")
     group.add_argument(
         "--selector",
         metavar="S",

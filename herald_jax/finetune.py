@@ -59,8 +59,10 @@ class LossOptions:
             raise ConfigError(f"the weight of KL is {self.kl!r}, but must be 0 or positive")
         if not isinstance(self.plan, (Dense, Mage)):
             raise ConfigError(f"there is no training objective for plan {self.plan!r}; use Dense() or Mage(...)")
-        if isinstance(self.plan, Mage) and (self.plan.selector, self.plan.allocate) != ("mage", "uniform"):
-            raise ConfigError("training for MAGE goes with selector 'mage' and allocate 'uniform'")
+        if isinstance(self.plan, Mage):
+            found = (self.plan.selector, self.plan.allocate, self.plan.select_every)
+            if found != ("mage", "uniform", 1):
+                raise ConfigError("training for MAGE goes with selector 'mage', allocate 'uniform' and select_every 1")
 
 
 def block_loss(

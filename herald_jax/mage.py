@@ -37,7 +37,8 @@ class MageKV:
     Attributes:
       full: every committed entry, `[L, B, K, N, D]`.
       pool: selected entries, then the block's, `[L, B, K, S, D]`. Layers that stay dense have a pool they do not use.
-      counts: i32[L, B], selected entries.
+      counts: i32[L, B], entries of the pool before the block's: the selected ones, and with `plan.select_every` those
+        of the blocks written since.
       indices: i32[L, B, K, P], every layer's selection, ascending, -1 padded.
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
       quality: f32[L, B, 2], recall and kept mass of the last sparse step in each layer, and `measured` f32[B, 3], their
@@ -58,7 +59,9 @@ class MageKV:
         """Add an empty pool to a prefilled cache whose rows grow to at most `longest` tokens."""
         layers, batch, heads, slots, _ = full.k.shape
         capacity = select.selected_capacity(plan, longest)
-        pool = DeviceKV.empty(config, batch, capacity + config.diffusion.block_length, mesh)
+        # A row that waits writes behind its last block; the next selection is what makes room again.
+        blocks = 1 if plan.select_every == 1 else plan.select_every + 1
+        pool = DeviceKV.empty(config, batch, capacity + blocks * config.diffusion.block_length, mesh)
         votes = need = None
         if plan.allocate == "layer_adaptive":
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
@@ -354,6 +357,36 @@ def add_measured(cache: MageKV, plan: Mage, prefix: jax.Array, counted: jax.Arra
     summands = jnp.full((quality.shape[1], 1), quality.shape[0], jnp.float32)
     step = jnp.concatenate([jnp.sum(quality, axis=0), summands], axis=-1)
     return dataclasses.replace(cache, measured=cache.measured + jnp.where(counted[:, None], step, 0.0))
+
+
+def keep(cache: MageKV, plan: Mage, committing: jax.Array, block: int) -> MageKV:
+    """Let the block behind the pool's entries stay there, for rows `committing` bool[B] of a plan that wants it."""
+    if plan.select_every == 1:
+        return cache
+    return dataclasses.replace(cache, counts=cache.counts.at[plan.dense_layers :].add(block * committing))
+
+
+def follow(cache: MageKV, prefix: jax.Array, block: int, mesh: Mesh | None) -> MageKV:
+    """After a selecting forward: the block's K and V from the whole cache to their place behind the pool's entries.
+
+    A block that has later steps writes them there anew. One that is finished by its selecting forward has none.
+    """
+
+    def local(cache: MageKV, prefix: jax.Array) -> MageKV:
+        def put(pool: jax.Array, full: jax.Array) -> jax.Array:  # [K, S, D], [K, N, D] of each layer and row
+            def one(pool: jax.Array, full: jax.Array, at: jax.Array, start: jax.Array) -> jax.Array:
+                new = jax.lax.dynamic_slice_in_dim(full, start, block, axis=1)
+                return jax.lax.dynamic_update_slice_in_dim(pool, new, at, axis=1)
+
+            return jax.vmap(jax.vmap(one), (0, 0, 0, None))(pool, full, cache.counts, prefix)
+
+        pool = DeviceKV(put(cache.pool.k, cache.full.k), put(cache.pool.v, cache.full.v))
+        return dataclasses.replace(cache, pool=pool)
+
+    if mesh is None:
+        return local(cache, prefix)
+    specs = (_specs(cache), P("data"))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(cache, prefix)
 
 
 def commit(

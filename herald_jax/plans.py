@@ -39,6 +39,10 @@ class Mage:
       sinks, recent: first and last entries of the prefix that are always chosen, within the budget (ours).
       select_at_step: which denoising step selects; those before it are exact too (1 in the paper; 2 is reported better
         at equal budget).
+      select_every: blocks that share one selection (ours; 1 is MAGE). The first of them selects as ever; the others are
+        sparse from their first step, and attend to the selection and to all that was written since it was made, which
+        stays in the pool beyond the budget. This is what MAGE can be at block length 1, autoregressive decoding, where
+        a block has no later step to be sparse in: every so many tokens one is exact and chooses for those after it.
       selector: "mage", or a baseline to compare with: "oracle" (exact top-k anew at every step), "quest" (page-wise
         bounds from the minimum and maximum of the keys, arXiv 2406.10774), "tidal" (one layer's selection reused by the
         layers above it, after TidalDecode, arXiv 2410.05076), "random", "recent" (the last entries only).
@@ -61,6 +65,7 @@ class Mage:
     sinks: int = 0
     recent: int = 0
     select_at_step: int = 1
+    select_every: int = 1
     selector: Literal["mage", "oracle", "quest", "tidal", "random", "recent"] = "mage"
     page_size: int = 16
     reselect_layers: tuple[int, ...] | None = None
@@ -83,6 +88,7 @@ class Mage:
             ("sinks", 0),
             ("recent", 0),
             ("select_at_step", 1),
+            ("select_every", 1),
             ("page_size", 1),
         ):
             _check_integer(self, name, least)
@@ -95,6 +101,11 @@ class Mage:
             not (self.measure and self.selector == "oracle"),
             "measure judges a selection at the steps after it, but selector 'oracle' selects anew at each",
         )
+        if self.select_every > 1:
+            for name, only in (("select_at_step", 1), ("measure", False)):
+                value = getattr(self, name)
+                _ask(value == only, f"select_every above 1 goes with {name} {only}, not {value!r}")
+            _ask(self.selector != "oracle", "select_every above 1 shares selections, but selector 'oracle' keeps none")
         if self.reselect_layers is not None:
             object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")

@@ -132,11 +132,11 @@ def replay(model: Model, trajectory: Trajectory, plan: Plan) -> float:
     stops = np.array([-1], np.int32)
     all_at_once = StaticLowConfidence(1)  # reveals every masked position, so that every prediction can be read
     agreed = total = 0
-    for states, final in trajectory.blocks:
+    for index, (states, final) in enumerate(trajectory.blocks):
         for number, state in enumerate(states):
             rows = _forced(rows, state.canvas, state.known, number)
             phase = "dense" if isinstance(plan, Dense) else "sparse"
-            if isinstance(plan, Mage) and (number < plan.select_at_step or plan.selector == "oracle"):
+            if isinstance(plan, Mage) and (number < _exact_steps(plan, index) or plan.selector == "oracle"):
                 phase = "select"
             rows, predicted = _step(model.params, rows, all_at_once, stops, options=options, phase=phase)
             same = np.asarray(predicted[0]) == state.predicted
@@ -144,8 +144,14 @@ def replay(model: Model, trajectory: Trajectory, plan: Plan) -> float:
             total += int(state.revealed.sum())
         rows = _forced(rows, final, np.ones(block, bool), max(len(states), 1))
         phase = "dense" if isinstance(plan, Dense) else "sparse"
+        if isinstance(plan, Mage) and not states and _exact_steps(plan, index):
+            phase = "select"
         rows, _ = _step(model.params, rows, all_at_once, stops, options=options, phase=phase)  # commit
     return agreed / max(total, 1)
+
+
+def _exact_steps(plan: Mage, block: int) -> int:
+    return plan.select_at_step if block % plan.select_every == 0 else 0
 
 
 def _forced(rows: block_loop.Rows, canvas: np.ndarray, known: np.ndarray, step: int) -> block_loop.Rows:

@@ -99,6 +99,7 @@ def decode(
     seed = int(np.argmax(np.asarray(logits)[start - 1])) if start else None
     tokens = list(prompt[:start])
     known_prompt = list(prompt[start:])
+    selected, before_block, block = np.zeros((config.num_layers, heads, WIDTH), bool), start, 0
     while True:
         canvas: list[int | None] = [*known_prompt, *[None] * (size - len(known_prompt))]
         known_prompt = []
@@ -107,15 +108,22 @@ def decode(
         everything = np.zeros((config.num_layers, heads, WIDTH), bool)
         everything[:, :, :start] = True
         visible, step = everything, 0
+        selects = block % plan.select_every == 0
+        if selects:
+            before_block = start
+        else:  # what the last selection chose, and all that was written since
+            visible = selected.copy()
+            visible[:, :, before_block:start] = True
+        block += 1
         while True:
-            exact = step < plan.select_at_step
+            if all(canvas[i] is not None or start + i >= end for i in range(size)) and start + size >= end:
+                return ([*tokens, *canvas][:end])[len(prompt) :]  # type: ignore[return-value]
+            exact = selects and step < plan.select_at_step
             ids = np.array([hole if token is None else token for token in canvas], np.int32)
             mask = everything if exact else visible
             logits, cache = _block_pass(config, model.params, ids, np.int32(start), kept, mask)
             masked = [i for i in range(size) if canvas[i] is None]
-            if not masked:
-                break
-            if not exact and quality is not None and plan.entries(start) < start:
+            if masked and not exact and quality is not None and plan.entries(start) < start:
                 for layer in range(plan.dense_layers, config.num_layers):
                     shares = _shares(plan, np.asarray(cache[layer][2]), masked, start)
                     wanted = _choose(plan, np.asarray(cache[layer][2]), masked, start)
@@ -127,9 +135,13 @@ def decode(
                 visible, before = everything.copy(), None
                 for layer in range(plan.dense_layers, config.num_layers):
                     if plan.selector != "tidal" or before is None:
-                        before = _choose(plan, np.asarray(cache[layer][2]), masked, start)
+                        asking = masked or list(range(size))
+                        before = _choose(plan, np.asarray(cache[layer][2]), asking, start)
                     for head, entries in enumerate(before):
                         visible[layer, head] = np.isin(np.arange(WIDTH), sorted(entries))
+                selected = visible
+            if not masked:
+                break
             low = masked[0] // small * small
             eligible = [i for i in masked if i < low + small]
             picks, confidence, entropy = {}, {}, {}
@@ -140,8 +152,6 @@ def decode(
             for i in plain.reveal(request.policy, eligible, confidence, entropy, step, size):
                 canvas[i] = picks[i]
             step += 1
-            if all(canvas[i] is not None or start + i >= end for i in range(size)) and start + size >= end:
-                return ([*tokens, *canvas][:end])[len(prompt) :]  # type: ignore[return-value]
         for (k, v), (new_k, new_v, _) in zip(kept, cache, strict=True):
             k[start : start + size], v[start : start + size] = new_k, new_v
         tokens += [token for token in canvas if token is not None]

@@ -17,7 +17,7 @@ from herald_jax.mage import MageAttend, MageKV
 from herald_jax.model import bind
 from tests.herald_jax import plain_mage, tiny
 
-FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in ("sdar", "fast_dllm")}
+FORMS = {name: dataclasses.replace(form, num_layers=3) for name, form in tiny.FORMS.items()}
 LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
 REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=True)
 
@@ -59,6 +59,9 @@ PLANS = [
     ("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal")),
     pytest.param("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent"), marks=pytest.mark.once),
     ("fast_dllm", Mage(0.2, dense_layers=1, min_budget=2, query="first")),
+    # One selection for several blocks: of several steps each, and of one token each.
+    pytest.param("sdar", Mage(0.2, dense_layers=1, min_budget=2, select_every=2), marks=pytest.mark.once),
+    ("llama", Mage(3, dense_layers=1, min_budget=0, select_every=4)),
 ]
 
 
@@ -77,6 +80,23 @@ def test_equals_the_plain_restatement_row_by_row(form, plan):
         if isinstance(event, BlockEvent):
             streamed[event.row] += event.tokens
     assert streamed == result.tokens
+
+
+@pytest.mark.once
+def test_a_selection_for_several_single_tokens():
+    """At block length 1: exact at every fourth token, equal to dense if everything is chosen, the same on a mesh."""
+    model, prompts = tiny.model(FORMS["llama"]), tiny.prompts(LENGTHS)
+    dense = herald_jax.generate(model, prompts, REQUEST, Dense())
+    everything = herald_jax.generate(model, prompts, REQUEST, Mage(1.0, dense_layers=1, select_every=4))
+    assert everything.tokens == dense.tokens
+    assert everything.stats.exact_forwards == 3  # of eleven
+    assert everything.stats.sparse_blocks == 0
+    _, plan = PLANS[-1]
+    sparse = herald_jax.generate(model, prompts, REQUEST, plan)
+    assert sparse.tokens != dense.tokens
+    mesh = herald_jax.make_mesh(model=2, data=2)
+    many = herald_jax.Model.from_params(FORMS["llama"], tiny.params(FORMS["llama"]), mesh=mesh)
+    assert herald_jax.generate(many, prompts, REQUEST, plan).tokens == sparse.tokens
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ def test_votes_rank_first_and_recency_fills():
         ({"selector": "h2o"}, "selector is 'h2o'"),
         ({"dense_layers": -1}, "dense_layers is -1, but must be an integer of at least 0"),
         ({"select_at_step": 0}, "select_at_step is 0, but must be an integer of at least 1"),
+        ({"select_every": 0}, "select_every is 0, but must be an integer of at least 1"),
+        ({"select_every": 4, "select_at_step": 2}, "select_every above 1 goes with select_at_step 1, not 2"),
+        ({"select_every": 4, "measure": True}, "select_every above 1 goes with measure False, not True"),
+        ({"select_every": 4, "selector": "oracle"}, "but selector 'oracle' keeps none"),
         ({"layer_spread": 0.5}, "layer_spread is 0.5, but must be at least 1"),
         (
             {"allocate": "layer_adaptive", "selector": "quest"},
