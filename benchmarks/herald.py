@@ -30,7 +30,6 @@ from herald_jax import device_index as index_of
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling
-from herald_jax.generate import capacity_for
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
@@ -186,10 +185,23 @@ def host_read_bandwidth(host: HostKV) -> float:
     return sum(view.nbytes for view in views) / min(taken)
 
 
+# Device memory that activations and programs are given.
+_WORKING = 1.5e9
+
+
 def rows_that_fit(config: ModelConfig, context: int, cap: float) -> int:
-    """The largest batch whose whole cache fits beside the weights, with 1.5 GB left to activations and programs."""
-    per_row = capacity_for(context + 4 * config.diffusion.block_length) * config.kv_bytes_per_token
-    return int((cap - weight_bytes(config) - 1.5e9) // per_row)
+    """The largest batch whose whole cache fits beside the weights, not a slot allocated in vain."""
+    per_row = (context + 128) * config.kv_bytes_per_token
+    return int((cap - weight_bytes(config) - _WORKING) // per_row)
+
+
+def index_bits_that_fit(config: ModelConfig, budget: float, rows: int, context: int, cap: float) -> int:
+    """8 if two pools and an index of 8 bits fit beside the weights, else 4."""
+    plan, block = Herald(budget, selector="index"), config.diffusion.block_length
+    longest = context + 64 * block
+    pools = 2 * rows * pool_slots(plan, longest, block) * config.kv_bytes_per_token
+    index = rows * host_slots(config, context) * config.kv_bytes_per_token // 4  # one byte for each two-byte key
+    return 8 if weight_bytes(config) + pools + 1.02 * index + _WORKING < cap else 4
 
 
 def main(options: argparse.Namespace) -> None:
@@ -250,10 +262,11 @@ def main(options: argparse.Namespace) -> None:
             common.stage(f"{name}: dense plan measured with {alone} rows")
             case = Case(config, params, options.rows, context)
             common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
+            bits = index_bits_that_fit(config, budgets[0], options.rows, context, cap)
             best = {}
             for steps in (32, 10):
                 base = times.block(steps)
-                for plan in (Herald(budgets[0]), Herald(budgets[0], selector="index", index_bits=8)):
+                for plan in (Herald(budgets[0]), Herald(budgets[0], selector="index", index_bits=bits)):
                     if plan.selector == "cpu" and steps != 32:
                         continue  # the scan does not get shorter with the block
                     got = case.measure(plan, context, steps, blocks)
@@ -265,7 +278,7 @@ def main(options: argparse.Namespace) -> None:
                         rows=options.rows, dense_rows=alone, block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3,
                         steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"], scan_ms=got["scan"] * 1e3,
                         host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes, index_bytes=stats.index_bytes,
-                        cap_bytes=cap,
+                        index_bits=plan.index_bits if plan.selector == "index" else None, cap_bytes=cap,
                     )  # fmt: skip
                     if first and plan.selector == "cpu":
                         add(f"throughput/{context // 1024}k/steps{steps}/cpu", gain)

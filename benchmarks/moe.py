@@ -178,7 +178,7 @@ def expert_row(name: str, batch: int, params: Params) -> dict[str, Any]:
 def fits(config: ModelConfig, batch: int, context: int, cap: float) -> bool:
     """Whether weights and the dense plan's cache leave a tenth of `cap` bytes free."""
     embedding = config.vocab_size * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    kv = batch * capacity_for(context + 4 * config.diffusion.block_length) * config.kv_bytes_per_token
+    kv = batch * (context + 128) * config.kv_bytes_per_token  # not a slot in vain
     return step_weight_bytes(config) + embedding + kv < 0.9 * cap
 
 
@@ -192,7 +192,7 @@ def herald_row(name: str, context: int, cap: float, batch: int, params: Params) 
     if dense_batch == 0:
         raise SystemExit(f"{name} with one row of {context} tokens does not fit the cap of {cap / 1e9:.0f} GB")
     block = config.diffusion.block_length
-    dense = dense_batch * block / measure(config, params, dense_batch, context, Dense()).block(8)
+    dense = dense_batch * block / herald.dense(config, params, dense_batch, [context])[context].block(8)
     common.stage(f"{name}: dense plan measured under the cap")
     got = herald.Case(config, params, batch, context).measure(plan, context, 8, 3)
     rate, kept = batch * block / got["block"], got["stats"]
