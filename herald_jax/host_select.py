@@ -15,6 +15,8 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -31,26 +33,93 @@ from herald_jax.errors import GenerationError
 _F16_MAX = float(np.finfo(np.float16).max)
 
 
-# One thread per call, and many calls at once: on 16 cores that reads keys a third faster than XLA's own threads do.
-@functools.partial(jax.jit, compiler_options={"xla_cpu_multi_thread_eigen": False})
-def scan(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Scores `[N, R]` of one head's keys `k` `[N, D]` by its queries `q` `[R, D]`, over sqrt(D).
+# How XLA is to compile a scan, for the one thread that each runs on; other heads' scans run beside it.
+_COMPILED = {
+    "xla_cpu_multi_thread_eigen": False,  # library calls, and then XLA's own loops, stay on the calling thread
+    "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
+    "xla_cpu_enable_fast_math": True,  # sums may be reordered, without which no reduction is vectorised; NaN is kept
+    "xla_cpu_prefer_vector_width": 512,
+}
+# More queries than these per head are left to XLA's matrix product: their sums would not fit the vector registers.
+_STREAMED_QUERIES = 8
+# Keys that each stream reads before the scores are stored. Its scores in float32 take an odd number of cache lines, so
+# that those of all streams and queries never compete for the same places of the first-level cache.
+_TURN = 272
 
-    In float32 for float32 keys, else in float16: finer than what bfloat16 keys can tell apart, and half the traffic.
+
+@functools.partial(jax.jit, compiler_options=_COMPILED)
+def scan(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Scores `[R, N]` of one head's keys `k` by its queries `q` `[R, D]`, over sqrt(D), on one thread.
+
+    `k` is `[N, D]`, or u32`[N, D / 2]`: the same memory of bfloat16 keys seen two by two, which is read faster.
+    The scores are float32 for float32 keys, else float16: finer than what bfloat16 keys can tell apart, and half the
+    traffic. Beyond float16's range they stay at its end; NaN stays NaN.
     """
-    precision = "highest" if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("nd,rd->nr", k, q, preferred_element_type=jnp.float32, precision=precision)
+    if k.dtype == jnp.uint32:
+        return _scan_pairs(q, k)
+    precision = "highest" if k.dtype == jnp.float32 else None
+    scores = jnp.einsum("nd,rd->rn", k, q, preferred_element_type=jnp.float32, precision=precision)
     scores = scores / q.shape[-1] ** 0.5
-    if k.dtype == jnp.float32:
-        return scores
+    return scores if k.dtype == jnp.float32 else _to_f16(scores)
+
+
+def _scan_pairs(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Scores f16`[R, N]` of keys u32`[N, D / 2]`, at the rate at which a core reads memory.
+
+    XLA's matrix product is fast enough in cache, but waits for memory at every page of it: nothing is asked for ahead.
+    So the keys are read as several streams at once, from as many places: what one waits for, the processor fetches
+    while it multiplies for the others. One reduction with an operand for each query and stream reads every key once;
+    LLVM turns it into a loop whose sums stay in registers. Which reads are combined changes nothing in the scores.
+    """
+    queries, slots = q.shape[0], k.shape[0]
+    streams = math.gcd(slots, _streams(queries))
+    reach = slots // streams
+    turn = min(_TURN, reach)
+    scaled = q.astype(jnp.float32) / q.shape[-1] ** 0.5
+    # Behind a barrier, or every turn of the loop would convert them again.
+    low, high = jax.lax.optimization_barrier((scaled[:, None, 0::2], scaled[:, None, 1::2]))
+    apart = k.reshape(streams, reach, -1)
+
+    def step(i: jax.Array, scores: jax.Array) -> jax.Array:
+        # Both the slice and the update move the last turn back to where it fits: some keys are scored twice.
+        piece = jax.lax.dynamic_slice_in_dim(apart, i * turn, turn, axis=1)
+        products = []
+        for stream, query in itertools.product(range(streams), range(queries)):
+            # The upper half of a float32 is a bfloat16: a pair's second is there already, its first goes there.
+            first = jax.lax.bitcast_convert_type(piece[stream] << 16, jnp.float32)
+            second = jax.lax.bitcast_convert_type(piece[stream] & jnp.uint32(0xFFFF0000), jnp.float32)
+            products.append(first * low[query] + second * high[query])
+        zeros = (jnp.float32(0),) * len(products)
+        sums = jax.lax.reduce(tuple(products), zeros, _add_each, (1,))
+        # Joined first, then converted: in one loop, its choice of what to join is made for every single element.
+        ordered = [sums[stream * queries + query] for query in range(queries) for stream in range(streams)]
+        joined = jax.lax.optimization_barrier(jnp.concatenate(jax.lax.optimization_barrier(ordered)))
+        return jax.lax.dynamic_update_slice(scores, _to_f16(joined).reshape(queries, streams, turn), (0, 0, i * turn))
+
+    scores = jnp.zeros((queries, streams, reach), jnp.float16)
+    return jax.lax.fori_loop(0, -(-reach // turn), step, scores).reshape(queries, slots)
+
+
+def _streams(queries: int) -> int:
+    """How many places to read from at once: as many as the sums of all queries fit the registers with."""
+    if queries <= 2:
+        return 8
+    return 4 if queries <= 5 else 2
+
+
+def _add_each(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _to_f16(scores: jax.Array) -> jax.Array:
     return jnp.clip(scores, -_F16_MAX, _F16_MAX).astype(jnp.float16)
 
 
 @functools.partial(jax.jit, static_argnames="reduce")
 def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str) -> tuple[jax.Array, ...]:
-    """Importance f32[B, K, N] of each layer from its scores `[B, K, N, R]` and i32[B] prefix lengths, on the device."""
+    """Importance f32[B, K, N] of each layer from its scores `[B, K, R, N]` and i32[B] prefix lengths, on the device."""
     inside = lengths.reshape(-1, 1, 1, 1)
-    return tuple(softmax_over_prefix(jnp.swapaxes(x, 2, 3).astype(jnp.float32), inside, reduce) for x in scores)
+    return tuple(softmax_over_prefix(x.astype(jnp.float32), inside, reduce) for x in scores)
 
 
 def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> jax.Array:
@@ -63,7 +132,7 @@ def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> ja
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """Scores `[B, K, N, R]` of each scanned layer, on the device, and the seconds and bytes of K it took."""
+    """Scores `[B, K, R, N]` of each scanned layer, on the device, and the seconds and bytes of K it took."""
 
     scores: tuple[jax.Array, ...]
     seconds: float
@@ -113,7 +182,7 @@ class Scanner:
                     reach = _reach(int(rows[device][row]), view.shape[3])
                     if reach:
                         part = (asked[device][layer, row, head], view[0, row, head, :reach])
-                        out = stage.views[device][row, head, :reach]
+                        out = stage.views[device][row, head, :, :reach]
                         parts.append(self._help.submit(self._part, *part, out))
                 nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
             layers.append(parts)
@@ -134,6 +203,8 @@ class Scanner:
 
     def _part(self, q: np.ndarray, k: np.ndarray, out: np.ndarray) -> None:
         """One head's scores into `out`. Within a head entries are contiguous, so a row's length can cut them short."""
+        if k.dtype == jnp.bfloat16 and len(q) <= _STREAMED_QUERIES:
+            k = k.view(np.uint32)
         put = functools.partial(jax.device_put, device=self._cpu)
         out[:] = scan(put(q), put(k))
 
@@ -166,7 +237,7 @@ def host_views(x: jax.Array) -> dict[Any, np.ndarray]:
 
 
 class _Stage:
-    """Host memory for the scores `[B, K, N, R]` of one layer whose keys are `k`, and where they go from there.
+    """Host memory for the scores `[B, K, R, N]` of one layer whose keys are `k`, and where they go from there.
 
     On a GPU it is page-locked, because a transfer from pageable memory runs at a thirtieth of the speed (1.7 against 49
     GB/s, docs/herald.md). JAX's arrays cannot be written by NumPy, so this writes to the buffer's address: only here,
@@ -183,9 +254,10 @@ class _Stage:
         dtype = np.float32 if k.dtype == jnp.float32 else np.float16
         self.target: Any
         if isinstance(k.sharding, NamedSharding):
-            self.target = NamedSharding(k.sharding.mesh, P(*k.sharding.spec[1:4], None))
+            spec = (*k.sharding.spec, *(None,) * 5)[:5]
+            self.target = NamedSharding(k.sharding.mesh, P(*spec[1:3], None, spec[3]))
         else:
             self.target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
         place = self.target.with_memory_kind(k.sharding.memory_kind)
-        self.array = jax.device_put(np.zeros((batch, heads, slots, queries), dtype), place)
+        self.array = jax.device_put(np.zeros((batch, heads, queries, slots), dtype), place)
         self.views = host_views(self.array)

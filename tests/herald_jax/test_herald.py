@@ -130,7 +130,7 @@ def test_quantised_keys_select_nearly_the_same():
     k = jax.random.normal(key, (1, 2, 2, 256, 32), jnp.bfloat16)
     q = jax.random.normal(jax.random.key(4), (1, 2, 2, 3, 32), jnp.bfloat16) * 2
     lengths = jnp.array([256, 100], jnp.int32)
-    scores = jnp.einsum("bknd,bkrd->bknr", k[0], q[0], preferred_element_type=jnp.float32) / 32**0.5
+    scores = jnp.einsum("bknd,bkrd->bkrn", k[0], q[0], preferred_element_type=jnp.float32) / 32**0.5
     (exact,) = host_select.weigh((scores,), lengths, reduce="mean")
     exact = np.asarray(exact)
     for bits, wanted in ((8, 0.93), (4, 0.75)):
