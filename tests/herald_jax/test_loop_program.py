@@ -17,7 +17,6 @@ from herald_jax.generate import _Run, capacity_for
 from herald_jax.prefill import chunk_length
 from tests.herald_jax import tiny
 
-pytestmark = pytest.mark.usefixtures("optimised")
 SAMPLED = GenerateConfig(16, Threshold(0.5), temperature=0.8, top_p=0.9, prefill_chunk=16)
 
 
@@ -102,6 +101,7 @@ def test_buckets() -> None:
         assert len({chunk_length(longest, 256, block) for longest in range(1, 5000)}) <= 6
 
 
+@pytest.mark.usefixtures("optimised")  # until the end of the module: this test is the last
 @pytest.mark.parametrize(
     ("form", "block_cache", "batch"),
     [("sdar", False, 3), ("sdar", False, 1), ("fast_dllm", True, 3)],

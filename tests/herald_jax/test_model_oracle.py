@@ -20,7 +20,6 @@ from herald_jax.config import ModelConfig
 from herald_jax.model import Params, bind
 from tests.oracles import cases
 
-pytestmark = pytest.mark.usefixtures("optimised")
 LOGITS = pathlib.Path(__file__).parents[1] / "oracles" / "data" / "logits.npz"
 ATOL = 2e-4  # float32, maximum; the logits' standard deviation is about 6
 BLOCK = 4  # the causal checkpoints are fed in pieces of this length
@@ -66,16 +65,6 @@ def recorded(key: str) -> tuple[str, int, np.ndarray]:
 
 
 @pytest.mark.parametrize("key", RECORDED)
-def test_full_pass(key: str, oracle_model: Callable[..., herald_jax.Model]) -> None:
-    name, block, expected = recorded(key)
-    model = oracle_model(name)
-    assert model.config.dtype == "float32"
-    ids = cases.logits_ids(name)
-    logits = blockwise(model, ids, block, -(-len(ids) // block) * block)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("key", RECORDED)
 def test_block_by_block_with_cache(key: str, oracle_model: Callable[..., herald_jax.Model]) -> None:
     """A block that attends to the cache sees exactly what it would see in one pass over everything before it."""
     name, block, expected = recorded(key)
@@ -99,3 +88,14 @@ def test_configurations(oracle_model: Callable[..., herald_jax.Model]) -> None:
         assert {c.tie_word_embeddings for c in configs.values() if c.family == family} == {True, False}, family
     odd = configs["qwen3-tied"]
     assert odd.num_heads * odd.head_dim != odd.hidden_size
+
+
+@pytest.mark.usefixtures("optimised")  # until the end of the module: this test is the last
+@pytest.mark.parametrize("key", RECORDED)
+def test_full_pass(key: str, oracle_model: Callable[..., herald_jax.Model]) -> None:
+    name, block, expected = recorded(key)
+    model = oracle_model(name)
+    assert model.config.dtype == "float32"
+    ids = cases.logits_ids(name)
+    logits = blockwise(model, ids, block, -(-len(ids) // block) * block)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=ATOL)
