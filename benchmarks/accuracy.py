@@ -2,7 +2,9 @@
 
 Runs `herald_jax.evaluate` on the synthetic tasks and turns its table into rows. Budgets are exact: `min_budget` is off.
 Drops are in points of the task mean, against the dense plan on the same samples. `--ablation` measures instead what
-decides the defaults, one option at a time at 5 %; `--finetuned` what MAGE fine-tuning gains at 2 %.
+decides the defaults, one option at a time at 5 %; `--finetuned` what MAGE fine-tuning gains at 2 %; `--ar-limit`, for
+SmolLM2 as `make demo` converts it, the single needle at block length 1, where every second token
+is exact and selects for the next.
 
 Samples are answered in rounds: one batch of every task and length under every plan. With `--minutes` no round begins
 that would not end in time; the table always rests on the same samples for all plans. The results file is written after
@@ -195,11 +197,12 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")
     what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
+    what.add_argument("--ar-limit", action="store_true", help="only the needle at block length 1")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
     if options.workers is None:
-        options.workers = 8 if jax.default_backend() == "gpu" else 1
+        options.workers = 8 if jax.default_backend() == "gpu" else 2
     lengths = [int(part) for part in options.lengths.split(",")]
     until = time.monotonic() + 60 * options.minutes if options.minutes is not None else None
     with tempfile.TemporaryDirectory() as temporary:
@@ -208,6 +211,8 @@ def main() -> None:
             rows = run_ablation(options, lengths[0], work, until)
         elif options.finetuned:
             rows = run_finetuned(options, lengths, work, until)
+        elif options.ar_limit:
+            rows = run_ar_limit(options, lengths, work, until)
         else:
             chosen = plans(herald=options.herald)
 
@@ -236,6 +241,8 @@ def run_rounds(
     report: Callable[[Table], Any] = lambda table: None,
     *,
     replayed: Sequence[Plan] = (),
+    tasks: Sequence[str] = tuple(TASKS),
+    chat: bool = False,
 ) -> tuple[Table, int]:
     """Answer rounds until `--samples` are done or time (`time.monotonic`) is over; at least one.
 
@@ -252,12 +259,12 @@ def run_rounds(
         first, length = part
         count = min(size, options.samples - first)
         return [
-            evaluate.task_set(model, task, length, count, seed=0, haystack=None, chat=False, first=first, tokens=tokens)
-            for task in TASKS
+            evaluate.task_set(model, task, length, count, seed=0, haystack=None, chat=chat, first=first, tokens=tokens)
+            for task in tasks
         ]
 
     journal = evaluate.Journal(work, {"checkpoint": checkpoint, "batch_size": size})
-    names = {f"{task}/{length}": str(length) for length in lengths for task in TASKS}
+    names = {f"{task}/{length}": str(length) for length in lengths for task in tasks}
 
     def table(samples: int) -> Table:
         answers = [a for a in journal.answers if a["index"] < samples]
@@ -342,6 +349,37 @@ def run_finetuned(
             }
     closed = 1 - left / gap if gap > 0 else 1.0
     rows = [common.row("finetune/2/gap_closed", closed, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)]
+    return write(options, "accuracy", rows)
+
+
+def run_ar_limit(
+    options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
+) -> list[dict[str, Any]]:
+    """A causal model with its chat template: MAGE at 10 %, exact at every second token, beside dense.
+
+    To compare: exact at every fourth, and a recent window that is exact at every second.
+    """
+    task = "single_needle"
+    sparse = {
+        "mage/10": mage(0.1, select_every=2),
+        "mage_every_4/10": mage(0.1, select_every=4),
+        "recent/10": mage(0.1, select_every=2, selector="recent"),
+    }
+    chosen: list[Plan] = [Dense(), *sparse.values()]
+    table, samples = run_rounds(
+        options, options.checkpoint, chosen, lengths, work / "ar", until, tasks=[task], chat=True
+    )
+    rows = []
+    for length in lengths:
+        where, dense = f"smollm2/{name_of(length)}", table.score(Dense(), f"{task}/{length}")
+        detail = {"low": 100 * dense["low"], "high": 100 * dense["high"], "samples": samples}
+        rows.append(common.row(f"{where}/dense", 100 * dense["score"], "%", detail=detail))
+        for name, plan in sparse.items():
+            found = table.score(plan, f"{task}/{length}")
+            detail = {"low": 100 * found["low"], "high": 100 * found["high"], "drop": 100 * found["drop"]}
+            # Within dense's interval: the goal is that interval's lower end.
+            goal = f">={100 * dense['low']:.4g}" if name == "mage/10" else None
+            rows.append(common.row(f"{where}/{name}", 100 * found["score"], "%", goal=goal, detail=detail))
     return write(options, "accuracy", rows)
 
 
