@@ -1,7 +1,10 @@
 """From a training run's output to the shipped directory: `python -m examples.reference_model.finish RUN DIRECTORY`.
 
 Joins the pieces and writes the model card beside the weights, with the training log's last figures and, if
-`--results` names a `results.json` of herald-eval, the scores.
+`--results` names a results file of `benchmarks.accuracy`, the scores. `herald_jax/reference` is where the package looks
+for it:
+
+    python -m examples.reference_model.finish RUN herald_jax/reference --results benchmarks/results/accuracy-h200.json
 """
 
 from __future__ import annotations
@@ -34,16 +37,27 @@ retrieves. It is not a chat model, knows next to nothing, and writes poor prose.
 `Read the text and answer the question at its end.`, then the text, then `Question: ... Answer:`, as
 `herald_jax/tasks.py` makes them.
 
-## Data
+## Data and licence
 
-{sources}. Some books of the World English Bible were held out and are the haystack of the evaluation. Into this text
-the synthetic tasks of `herald_jax/tasks.py` were put, with other seeds than the evaluation's. The weights are licensed
-under Apache-2.0.
+{sources}
+
+Some books of the World English Bible were held out and are the haystack of the evaluation. Into this text the synthetic
+tasks of `herald_jax/tasks.py` were put, with other seeds than the evaluation's. The weights are licensed under
+Apache-2.0.
 
 ## Recipe
 
-`examples/reference_model`: `corpus`, `train` (twice on one H200, about eight minutes each), `finish`. Training ended
-with {training}.
+`examples/reference_model` (docs/training.md has the commands): `corpus`, `train` twice on one H200, about eight minutes
+each, `finish`. Training ended with {training}.
+
+## Use
+
+```
+herald-convert herald_jax/reference reference.ckpt
+herald-generate reference.ckpt --file questions.txt --max-new-tokens 32
+```
+
+`make demo` does the same with three questions.
 
 ## Scores
 
@@ -51,21 +65,49 @@ with {training}.
 """
 
 
+def scores(results: dict[str, Any]) -> str:
+    """The tables of scores, from a results file of `benchmarks.accuracy`."""
+    rows = {row["id"]: row for row in results["rows"]}
+    lengths = sorted({id.split("/")[1] for id in rows if id.startswith("dense/")}, key=lambda k: int(k.rstrip("k")))
+    if not lengths:
+        raise SystemExit(
+            'error: the results file has no row "dense/..."; give one that benchmarks.accuracy has written'
+        )
+    names = [id.split("/")[2] for id in rows if id.startswith(f"dense/{lengths[0]}/")]
+    samples = min(rows[f"dense/{n}/{name}"]["detail"]["samples"] for n in lengths for name in names if name != "mean")
+    head = ["| | " + " | ".join(f"{n.upper()} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+    lines = [
+        f"By `benchmarks.accuracy` on {results['device']}, {results['date'][:10]}: at least {samples} samples of each",
+        "task and length, other samples and another text than in training; percent of the expected strings that are in",
+        "the answers.",
+        "",
+        *head,
+    ]
+    for name in [*(n for n in names if n != "mean"), "mean"]:
+        values = " | ".join(f"{rows[f'dense/{n}/{name}']['value']:.1f}" for n in lengths)
+        lines.append(f"| {'**mean**' if name == 'mean' else name.replace('_', ' ')} | {values} |")
+    lines += ["", "Points of the mean lost by sparse attention, with 95 % intervals:", "", *head]
+    for id, first in rows.items():
+        plan, *where = id.split("/")
+        if len(where) != 3 or where[1] != lengths[0] or where[2] != "drop" or "low" not in first.get("detail", {}):
+            continue
+        found = [rows[f"{plan}/{where[0]}/{n}/drop"] for n in lengths]
+        values = " | ".join(
+            f"{row['value']:.1f} ({row['detail']['low']:.1f} to {row['detail']['high']:.1f})" for row in found
+        )
+        lines.append(f"| {plan}, {where[0]} % | {values} |")
+    return "\n".join(lines)
+
+
 def card(config: dict[str, Any], parameters: int, training: dict[str, Any], results: dict[str, Any] | None) -> str:
     """The model card's text."""
-    sources = ", ".join(f"{package} ({licence})" for package, licence in PACKAGES.items())
+    sources = "\n".join(f"- {package} ({licence})" for package, licence in PACKAGES.items())
     figures = f"{training.get('tokens', 0) / 1e6:.0f} M tokens in its last run, {training.get('steps', 0)} steps"
-    scores = "Not evaluated yet."
-    if results is not None:
-        lines = ["| plan | prompt tokens | score, % |", "|---|---:|---:|"]
-        lines += [f"| {r['plan']} | {r['group']} | {100 * r['score']:.1f} |" for r in results["means"]]
-        lines += ["", "| task, dense | score, % |", "|---|---:|"]
-        lines += [f"| {r['set']} | {100 * r['score']:.1f} |" for r in results["rows"] if r["plan"] == "dense"]
-        scores = "\n".join(lines)
     return _CARD.format(
         parameters=parameters / 1e6, layers=config["num_hidden_layers"], hidden=config["hidden_size"],
         heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
-        block=config["block_size"], vocab=config["vocab_size"], sources=sources, training=figures, scores=scores,
+        block=config["block_size"], vocab=config["vocab_size"], sources=sources, training=figures,
+        scores="Not evaluated yet." if results is None else scores(results),
     )  # fmt: skip
 
 
@@ -82,6 +124,8 @@ def finish(run: Path, directory: Path, results: Path | None = None) -> None:
     config = json.loads((joined / "config.json").read_text(encoding="utf-8"))
     (joined / "README.md").write_text(card(config, parameters, training, found), encoding="utf-8")
     (joined / "training.json").unlink(missing_ok=True)
+    for path in joined.iterdir():
+        path.chmod(0o644)  # safetensors writes files that only their owner reads
     size = sum(path.stat().st_size for path in joined.iterdir())
     if size > MOST_BYTES:
         raise SystemExit(f"error: {joined} has {size} bytes, more than the {MOST_BYTES} that the package may carry")
@@ -96,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run", type=Path, help="output of examples.reference_model.train")
     parser.add_argument("directory", type=Path, help="the Hugging Face directory to write")
-    parser.add_argument("--results", type=Path, help="results.json of herald-eval, for the model card")
+    parser.add_argument("--results", type=Path, help="results file of benchmarks.accuracy, for the model card")
     args = parser.parse_args()
     finish(args.run, args.directory, args.results)
 

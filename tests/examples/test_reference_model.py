@@ -7,16 +7,19 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import herald_jax
+from convert import __main__ as convert_command
 from convert.converter import convert
 from examples.reference_model import corpus, curriculum, export, finish, rows, tokenizer, train
-from herald_jax import tasks
+from herald_jax import cli, demo, tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.model import flatten
+from herald_jax.text import load_tokenizer
 
 pytestmark = pytest.mark.once
 
@@ -144,6 +147,50 @@ def test_recipe_end_to_end(text: Path, tokens: Path, tmp_path: Path) -> None:
     assert "2 layers, hidden size\n32, 2 query and 1 KV heads of 16, block length 32" in card
     assert "2 steps" in card
     assert not (tmp_path / "final" / "reference" / "training.json").exists()
+
+
+def test_scores_of_the_card() -> None:
+    def row(id: str, value: float, **detail: float) -> dict[str, Any]:
+        return {"id": id, "value": value, "detail": detail}
+
+    found = [
+        row("dense/4k/mean", 91.23, low=90.0, high=92.0), row("dense/4k/fact_qa", 99.5, samples=128),
+        row("dense/8k/mean", 85.0, low=80.0, high=90.0), row("dense/8k/fact_qa", 97.0, samples=64),
+        row("mage/5/4k/drop", 0.44, low=-0.2, high=1.0), row("mage/5/8k/drop", 1.0, low=0.5, high=1.5),
+        row("mage/5/aggregation/drop", 3.0), row("finetune/2/gap_closed", 0.5),
+    ]  # fmt: skip
+    text = finish.scores({"device": "NVIDIA H200", "date": "2026-11-30T01:02:03Z", "rows": found})
+    assert "on NVIDIA H200, 2026-11-30: at least 64 samples" in text
+    assert "| | 4K tokens | 8K tokens |" in text
+    assert "| fact qa | 99.5 | 97.0 |\n| **mean** | 91.2 | 85.0 |" in text
+    assert text.endswith("| mage, 5 % | 0.4 (-0.2 to 1.0) | 1.0 (0.5 to 1.5) |")
+    with pytest.raises(SystemExit, match="no row"):
+        finish.scores({"device": "", "date": "", "rows": []})
+
+
+def test_demo_of_a_stand_in(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's own commands on a model of the shipped one's form and files, with random weights."""
+    table = load_tokenizer(tokens)
+    end, mask = table.token_to_id(tokenizer.END), table.token_to_id(tokenizer.MASK)
+    assert end is not None
+    assert mask is not None
+    config = export.model_config(
+        vocab_size=table.vocab_size, hidden=32, mlp=32, layers=3, heads=2, kv_heads=1, head_dim=16, context=4096,
+        block=rows.BLOCK, end=end, mask=mask,
+    )  # fmt: skip
+    export.write_hf(tmp_path / "reference", config, train.initial_params(config, 0), tokens, "card")
+    monkeypatch.setattr(demo, "REFERENCE", tmp_path / "reference")
+    commands = demo.reference_commands(tmp_path / "models")
+    assert [command[0] for command in commands] == ["herald-convert", "herald-generate", "herald-generate"]
+    run = {"herald-convert": convert_command.main, "herald-generate": cli.main}
+    for name, *arguments in commands:
+        assert run[name](arguments) == 0
+    report = capfd.readouterr()
+    assert report.out.count("(expected: ") == 3
+    assert report.err.count("rows                3") == 2
+    assert "sparse blocks" in report.err
 
 
 def test_pieces(tmp_path: Path) -> None:
