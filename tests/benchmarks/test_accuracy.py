@@ -54,9 +54,12 @@ def test_rows() -> None:
     assert rows["herald/10/8k/drop"]["value"] == pytest.approx(90 - (70 - 1))
     assert rows["mage/worst_margin_over_baselines"]["value"] == pytest.approx(10)
     assert rows["mage/5/aggregation/drop"]["value"] == pytest.approx(100 * (0.9 - 0.73))
-    assert rows["mage/5/steps_ratio"]["value"] == pytest.approx(1.5)
     assert rows["mage/5/recall"]["value"] == pytest.approx(0.9)
-    assert set(accuracy.GOALS) - set(rows) == {"finetune/2/gap_closed"}
+    assert set(accuracy.GOALS) - set(rows) == {"finetune/2/gap_closed", "mage/5/steps_ratio"}
+    ratio, *drops = accuracy.threshold_rows(accuracy.Table(summary(score)), [4096, 8192])
+    assert ratio["value"] == pytest.approx(1.5)
+    assert not ratio["met"]
+    assert [row["value"] for row in drops] == pytest.approx([rows[f"mage/5/{n}k/drop"]["value"] for n in (4, 8)])
     assert "quest/2/4k/drop" in rows
 
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from benchmarks import common, herald
+from benchmarks import common, herald, herald_mesh
 from benchmarks.shapes import SHAPES
 from tests.herald_jax import tiny
 
@@ -45,3 +45,13 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     assert rows["context_over_cap/tokens"]["value"] == 2048
     assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
     assert common.row("latency/longest/speedup", 1.6, "x", goal=herald.GOALS["latency/longest/speedup"])["met"]
+
+
+def test_the_mesh_row_compares_two_devices_with_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", tiny.FORMS["sdar"])
+    options = argparse.Namespace(shape="tiny", context=40, rows=2, blocks=2, budget=0.5, devices=2, out=tmp_path)
+    [row] = herald_mesh.main(options)
+    assert row["id"] == "mesh2/throughput"
+    assert row["value"] > 0
+    assert row["detail"]["equal_tokens"] == 1.0  # float32: as sharded equals unsharded elsewhere
+    assert json.loads(next(tmp_path.glob("herald-*.json")).read_text())["rows"] == [row]
