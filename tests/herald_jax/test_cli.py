@@ -134,6 +134,7 @@ def test_system_message(checkpoint, model, capsys, prompt_file) -> None:
 # --- policies -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("flags", "policy"),
     [

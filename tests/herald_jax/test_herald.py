@@ -43,7 +43,7 @@ def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
     [
         ("sdar", Herald(1.0, dense_layers=1)),
         pytest.param("sdar", Herald(1.0, selector="split", split=0.4, index_bits=4), marks=pytest.mark.once),
-        ("fast_dllm", Herald(1.0, selector="index", draft_at=0.2)),
+        pytest.param("fast_dllm", Herald(1.0, selector="index", draft_at=0.2), marks=pytest.mark.once),
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.selector}-{x.query}",
 )

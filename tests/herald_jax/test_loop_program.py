@@ -104,7 +104,7 @@ def test_buckets() -> None:
 @pytest.mark.usefixtures("optimised")  # until the end of the module: this test is the last
 @pytest.mark.parametrize(
     ("form", "block_cache", "batch"),
-    [("sdar", False, 3), ("sdar", False, 1), ("fast_dllm", True, 3)],
+    [("sdar", False, 3), ("sdar", False, 1), pytest.param("fast_dllm", True, 3, marks=pytest.mark.once)],
     ids=["rows", "one row", "sub-block cache"],
 )
 def test_the_loop_updates_the_cache_in_place(form: str, block_cache: bool, batch: int) -> None:

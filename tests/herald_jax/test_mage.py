@@ -56,7 +56,7 @@ PLANS = [
     pytest.param(
         "sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2), marks=pytest.mark.once
     ),
-    ("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal")),
+    pytest.param("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal"), marks=pytest.mark.once),
     pytest.param("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent"), marks=pytest.mark.once),
     ("fast_dllm", Mage(0.2, dense_layers=1, min_budget=2, query="first")),
     # One selection for several blocks: of several steps each, and of one token each.
@@ -244,17 +244,15 @@ def test_a_layers_output_waits_for_what_reads_the_cache(plan, layer, sparse, wai
     assert ("optimization_barrier" in program) == waits
 
 
-def test_sharded_is_unsharded():
+@pytest.mark.parametrize("allocate", ["uniform", pytest.param("layer_adaptive", marks=pytest.mark.once)])
+def test_sharded_is_unsharded(allocate):
     config = FORMS["sdar"]
     one, mesh = tiny.model(config), herald_jax.make_mesh(model=2, data=2)
     many = herald_jax.Model.from_params(config, tiny.params(config), mesh=mesh)
     prompts = tiny.prompts(LENGTHS)
-    for plan in (
-        Mage(0.2, dense_layers=1, min_budget=2),
-        Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"),
-    ):
-        expected = herald_jax.generate(one, prompts, REQUEST, plan).tokens
-        assert herald_jax.generate(many, prompts, REQUEST, plan).tokens == expected
+    plan = Mage(0.2, dense_layers=1, min_budget=2, allocate=allocate)
+    expected = herald_jax.generate(one, prompts, REQUEST, plan).tokens
+    assert herald_jax.generate(many, prompts, REQUEST, plan).tokens == expected
 
 
 def test_blocks_that_finish_in_one_step():

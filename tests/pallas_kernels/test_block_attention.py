@@ -245,6 +245,7 @@ def test_explicit_tile_sizes_are_checked(wrong):
         make_plan(q, k, 1, config)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("group", [1, 2, 4, 6, 7, 8])
 @pytest.mark.parametrize("queries", [1, 5, 32, 100, 256])
 def test_plans_cover_every_query_and_fit(queries, group):
