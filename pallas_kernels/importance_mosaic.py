@@ -31,7 +31,6 @@ ENTRIES = TILE * WARPGROUPS  # KV entries per step of the program
 MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
 PASS_ROWS = 128  # query rows of one matmul, at most
 MAX_STAGES = 4
-TURNS = True  # whether the warpgroups take turns at the tensor cores
 
 
 def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan, *, scale: float, reduce: str):
@@ -120,8 +119,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
             next_wg = jnp.where(wg == WARPGROUPS - 1, 0, wg + 1)
             pl.when(first < last)(lambda: plgpu.barrier_wait(q_ready))
-            if TURNS:
-                pl.when(wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            pl.when(wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
             def step(index, _):
                 slot = slot_of(index, wg)
@@ -135,11 +133,9 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                         return acc_ref[...]
 
                     bias = load_bias(number) if held is None else held
-                    if TURNS:
-                        plgpu.barrier_wait(turn.at[wg])
+                    plgpu.barrier_wait(turn.at[wg])
                     s = pl.run_scoped(scores_of, plgpu.ACC((TILE, columns), jnp.float32))
-                    if TURNS:
-                        plgpu.barrier_arrive(turn.at[next_wg])
+                    plgpu.barrier_arrive(turn.at[next_wg])
                     if number == passes - 1:
                         plgpu.barrier_arrive(k_free.at[slot])
                     weights = jnp.exp2(s * (scale * LOG2E) + lax.broadcast_in_dim(bias, s.shape, [1]))
@@ -154,8 +150,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                 write(index, per_entry(0.0))
 
             lax.fori_loop(first, last, step, None)
-            if TURNS:
-                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # no phase is left open
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # no phase is left open
             lax.fori_loop(*(seen + lax.div((steps - seen) * (chunk + i), chunks) for i in range(2)), clear, None)
 
         def _load_all():
