@@ -25,12 +25,12 @@ from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED,
 KERNEL_NAME = "block_attention_importance"
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 3  # compute warpgroups; three hide each other's exponentials, and their registers just suffice
 TILE = 64  # KV entries of a warpgroup's step
-ENTRIES = TILE * WARPGROUPS  # KV entries per step of the program
 MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
-PASS_ROWS = 128  # query rows of one matmul, at most
 MAX_STAGES = 4
+# Compute warpgroups, the query rows of one matmul at most, and registers per thread. Three hide each other's
+# exponentials best, and with 128 rows their registers just suffice; two have room for twice the rows.
+NARROW, WIDE = (3, 128, 152), (2, 256, 232)
 
 
 def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan, *, scale: float, reduce: str):
@@ -59,18 +59,20 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):
     """`f32[B, K, N rounded up to 64]`: the given tiles of query rows against all entries."""
+    # The query rows of these tiles. The last tile may be partly empty: 6 heads of 32 queries are two tiles of 128 rows,
+    # but 192 rows.
+    used = min(len(tiles) * p.rows, p.chunks * p.group * p.query_chunk - tiles[0] * p.rows)
+    warpgroups, most, registers = NARROW if used <= NARROW[1] else WIDE
+    passes = -(-used // most)
+    columns = -(-used // (16 * passes)) * 16
     padded = -(-p.entries // TILE) * TILE
-    steps = -(-p.entries // ENTRIES)
+    entries = TILE * warpgroups  # of a step of the program
+    steps = -(-p.entries // entries)
     heads = p.batch * p.kv_heads
     chunks = _chunks(steps, heads)
     row_bytes = p.head_dim * jnp.dtype(p.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - len(tiles) * p.rows * row_bytes
-    # The query rows of these tiles in equal passes. The last tile may be partly empty: 6 heads of 32 queries are two
-    # tiles of 128, but two passes of 96.
-    used = min(len(tiles) * p.rows, p.chunks * p.group * p.query_chunk - tiles[0] * p.rows)
-    passes = -(-used // PASS_ROWS)
-    columns = -(-used // (16 * passes)) * 16
-    stages = max(2, min(-(-steps // chunks), MAX_STAGES, room // (ENTRIES * row_bytes)))
+    stages = max(2, min(-(-steps // chunks), MAX_STAGES, room // (entries * row_bytes)))
     inputs = {"q": q, "k": k, "lengths": lengths, "bias": bias.reshape(p.batch, p.kv_heads, p.tiles * p.rows)}
     if layer is not None:
         inputs |= {"layer": layer.reshape(1)}
@@ -89,7 +91,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         # The row's own entries are shared out, not the cache's slots: programs of a row that fills a part of its slots
         # would otherwise wait for those that have all of it.
         chunk = lax.axis_index("chunk")
-        seen = divide(limit + ENTRIES - 1, ENTRIES)[0]
+        seen = divide(limit + entries - 1, entries)[0]
         first, last = (lax.div(seen * (chunk + i), chunks) for i in range(2))
         # The steps run from the end: what the attention read last may still be in the L2.
         mirror = first + last - 1
@@ -102,24 +104,24 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
         def write(index, values):
-            start = index * ENTRIES + wg * TILE
+            start = index * entries + wg * TILE
 
             @pl.when(start < padded)
             def _():
                 out_ref[batch, head, pl.ds(start, TILE)] = values
 
         def slot_of(index, warpgroup):
-            return divide(index - first, stages)[1] * WARPGROUPS + warpgroup
+            return divide(index - first, stages)[1] * warpgroups + warpgroup
 
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < warpgroups)
         def _compute():
-            plgpu.set_max_registers(152, action="increase")
+            plgpu.set_max_registers(registers, action="increase")
             # One pass's bias stays in registers; those of several would not fit and are read again, from the L1.
             held = load_bias(0) if passes == 1 else None
             row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-            next_wg = jnp.where(wg == WARPGROUPS - 1, 0, wg + 1)
+            next_wg = jnp.where(wg == warpgroups - 1, 0, wg + 1)
             pl.when(first < last)(lambda: plgpu.barrier_wait(q_ready))
-            pl.when(wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            pl.when(wg == warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
             def step(index, _):
                 slot = slot_of(index, wg)
@@ -144,7 +146,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                     else:
                         result += weights.sum(axis=1)
                 index = mirror - index
-                write(index, jnp.where(row < limit - index * ENTRIES - wg * TILE, result, 0.0))
+                write(index, jnp.where(row < limit - index * entries - wg * TILE, result, 0.0))
 
             def clear(index, _):
                 write(index, per_entry(0.0))
@@ -161,10 +163,10 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
                         plgpu.copy_gmem_to_smem(ins["q"].at[where], q_smem.at[start], q_ready)
 
             def load(index, wait):
-                for warpgroup in range(WARPGROUPS):
+                for warpgroup in range(warpgroups):
                     slot = slot_of(index, warpgroup)
                     # A tile behind the last one is read by nobody, but its warpgroup waits for it.
-                    start = jnp.minimum((mirror - index) * ENTRIES + warpgroup * TILE, padded - TILE)
+                    start = jnp.minimum((mirror - index) * entries + warpgroup * TILE, padded - TILE)
                     where = (batch, head, pl.ds(start, TILE))
                     where = where if layer is None else (ins["layer"][0], *where)
                     if wait:
@@ -175,7 +177,7 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
             pl.loop(first, filled)(functools.partial(load, wait=False))
             pl.loop(filled, last)(functools.partial(load, wait=True))
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == warpgroups)
         def _copy():
             plgpu.set_max_registers(40, action="decrease")
             pl.when(first < last)(_load_all)
@@ -186,15 +188,15 @@ def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, s
         out_type=jax.ShapeDtypeStruct((p.batch, p.kv_heads, padded), jnp.float32),
         grid=(chunks, heads),
         grid_names=("chunk", "head"),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types={
             "q_smem": plgpu.SMEM((len(tiles) * p.rows, p.head_dim), p.dtype, transforms=transforms),
-            "k_smem": plgpu.SMEM((stages * WARPGROUPS, TILE, p.head_dim), p.dtype, transforms=transforms),
+            "k_smem": plgpu.SMEM((stages * warpgroups, TILE, p.head_dim), p.dtype, transforms=transforms),
             "q_ready": plgpu.Barrier(num_arrivals=len(tiles) * p.warpgroups * p.slabs_per_warpgroup),
-            "k_ready": plgpu.Barrier(num_barriers=stages * WARPGROUPS),
-            "k_free": plgpu.Barrier(num_barriers=stages * WARPGROUPS),
-            "turn": plgpu.Barrier(num_barriers=WARPGROUPS),
+            "k_ready": plgpu.Barrier(num_barriers=stages * warpgroups),
+            "k_free": plgpu.Barrier(num_barriers=stages * warpgroups),
+            "turn": plgpu.Barrier(num_barriers=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,

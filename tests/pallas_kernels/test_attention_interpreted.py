@@ -121,7 +121,8 @@ def test_importance_of_many_queries_in_turns(interpreted, monkeypatch):
     """
     from pallas_kernels import importance_mosaic
 
-    monkeypatch.setattr(importance_mosaic, "PASS_ROWS", 16)
+    monkeypatch.setattr(importance_mosaic, "NARROW", (3, 16, 152))
+    monkeypatch.setattr(importance_mosaic, "WIDE", (2, 16, 232))
     monkeypatch.setattr(importance_mosaic, "MAX_STAGES", 2)
     monkeypatch.setattr(importance_mosaic, "_chunks", lambda steps, heads: 1)
     case = Case(((500,), (0,)), queries=8, kv_heads=1, entries=800, head_dim=64)
