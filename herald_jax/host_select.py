@@ -33,9 +33,9 @@ from herald_jax.errors import GenerationError
 _F16_MAX = float(np.finfo(np.float16).max)
 
 
-# How XLA is to compile a scan, for the one thread that each runs on; other heads' scans run beside it.
+# How XLA is to compile a scan, for the one thread that each runs on; other scans run beside it.
 _COMPILED = {
-    "xla_cpu_multi_thread_eigen": False,  # library calls, and then XLA's own loops, stay on the calling thread
+    "xla_cpu_multi_thread_eigen": False,  # library calls, and then XLA's own loops, stay on one thread
     "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
     "xla_cpu_enable_fast_math": True,  # sums may be reordered, without which no reduction is vectorised; NaN is kept
     "xla_cpu_prefer_vector_width": 512,
@@ -45,59 +45,71 @@ _STREAMED_QUERIES = 8
 # Keys that each stream reads before the scores are stored. Its scores in float32 take an odd number of cache lines, so
 # that those of all streams and queries never compete for the same places of the first-level cache.
 _TURN = 272
+# Bytes of keys that one call scans at least, if there are heads enough: a call holds Python's lock for some 50 us.
+_CALL = 16 * 2**20
 
 
-@functools.partial(jax.jit, compiler_options=_COMPILED)
-def scan(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Scores `[R, N]` of one head's keys `k` by its queries `q` `[R, D]`, over sqrt(D), on one thread.
+@functools.partial(jax.jit, static_argnames="reach", compiler_options=_COMPILED)
+def scan(q: jax.Array, k: jax.Array, *, reach: int) -> jax.Array:
+    """Scores `[H, R, reach]` of the first `reach` keys of H heads by their queries, over sqrt(D), on one thread.
 
-    `k` is `[N, D]`, or u32`[N, D / 2]`: the same memory of bfloat16 keys seen two by two, which is read faster.
-    The scores are float32 for float32 keys, else float16: finer than what bfloat16 keys can tell apart, and half the
-    traffic. Beyond float16's range they stay at its end; NaN stays NaN.
+    Args:
+      q: queries `[H, R, D]`.
+      k: keys `[H, N, D]`, or u32`[H, N, D / 2]`: the same memory of bfloat16 keys seen two by two, which is read
+        faster and never copied.
+      reach: how many keys to score, at most N.
+
+    Returns:
+      float32 for float32 keys, else float16: finer than what bfloat16 keys can tell apart, and half the traffic. Beyond
+      float16's range scores stay at its end; NaN stays NaN.
     """
     if k.dtype == jnp.uint32:
-        return _scan_pairs(q, k)
+        return _scan_pairs(q, k, reach)
     precision = "highest" if k.dtype == jnp.float32 else None
-    scores = jnp.einsum("nd,rd->rn", k, q, preferred_element_type=jnp.float32, precision=precision)
+    scores = jnp.einsum("hnd,hrd->hrn", k[:, :reach], q, preferred_element_type=jnp.float32, precision=precision)
     scores = scores / q.shape[-1] ** 0.5
     return scores if k.dtype == jnp.float32 else _to_f16(scores)
 
 
-def _scan_pairs(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Scores f16`[R, N]` of keys u32`[N, D / 2]`, at the rate at which a core reads memory.
+def _scan_pairs(q: jax.Array, k: jax.Array, reach: int) -> jax.Array:
+    """Scores f16`[H, R, reach]` of keys u32`[H, N, D / 2]`, at the rate at which a core reads memory.
 
     XLA's matrix product is fast enough in cache, but waits for memory at every page of it: nothing is asked for ahead.
     So the keys are read as several streams at once, from as many places: what one waits for, the processor fetches
     while it multiplies for the others. One reduction with an operand for each query and stream reads every key once;
-    LLVM turns it into a loop whose sums stay in registers. Which reads are combined changes nothing in the scores.
+    LLVM turns it into a loop whose sums stay in registers.
     """
-    queries, slots = q.shape[0], k.shape[0]
-    streams = math.gcd(slots, _streams(queries))
-    reach = slots // streams
-    turn = min(_TURN, reach)
-    scaled = q.astype(jnp.float32) / q.shape[-1] ** 0.5
+    heads, queries, dim = q.shape
+    streams = math.gcd(reach, _streams(queries))
+    share = reach // streams
+    turn = min(_TURN, share)
+    turns = -(-share // turn)  # for each head
+    scaled = q.astype(jnp.float32) / dim**0.5
     # Behind a barrier, or every turn of the loop would convert them again.
-    low, high = jax.lax.optimization_barrier((scaled[:, None, 0::2], scaled[:, None, 1::2]))
-    apart = k.reshape(streams, reach, -1)
+    low, high = jax.lax.optimization_barrier((scaled[..., 0::2], scaled[..., 1::2]))
 
     def step(i: jax.Array, scores: jax.Array) -> jax.Array:
-        # Both the slice and the update move the last turn back to where it fits: some keys are scored twice.
-        piece = jax.lax.dynamic_slice_in_dim(apart, i * turn, turn, axis=1)
+        head = jax.lax.div(i, turns)
+        first = jnp.minimum(jax.lax.rem(i, turns) * turn, share - turn)  # the last turn scores some keys again
         products = []
         for stream, query in itertools.product(range(streams), range(queries)):
+            at = (head, stream * share + first, 0)
+            pairs = jax.lax.dynamic_slice(k, at, (1, turn, dim // 2))[0]
             # The upper half of a float32 is a bfloat16: a pair's second is there already, its first goes there.
-            first = jax.lax.bitcast_convert_type(piece[stream] << 16, jnp.float32)
-            second = jax.lax.bitcast_convert_type(piece[stream] & jnp.uint32(0xFFFF0000), jnp.float32)
-            products.append(first * low[query] + second * high[query])
+            even = jax.lax.bitcast_convert_type(pairs << 16, jnp.float32)
+            odd = jax.lax.bitcast_convert_type(pairs & jnp.uint32(0xFFFF0000), jnp.float32)
+            of_even, of_odd = (jax.lax.dynamic_slice(x, (head, query, 0), (1, 1, dim // 2))[0] for x in (low, high))
+            products.append(even * of_even + odd * of_odd)
         zeros = (jnp.float32(0),) * len(products)
         sums = jax.lax.reduce(tuple(products), zeros, _add_each, (1,))
         # Joined first, then converted: in one loop, its choice of what to join is made for every single element.
         ordered = [sums[stream * queries + query] for query in range(queries) for stream in range(streams)]
         joined = jax.lax.optimization_barrier(jnp.concatenate(jax.lax.optimization_barrier(ordered)))
-        return jax.lax.dynamic_update_slice(scores, _to_f16(joined).reshape(queries, streams, turn), (0, 0, i * turn))
+        piece = _to_f16(joined).reshape(1, queries, streams, turn)
+        return jax.lax.dynamic_update_slice(scores, piece, (head, 0, 0, first))
 
-    scores = jnp.zeros((queries, streams, reach), jnp.float16)
-    return jax.lax.fori_loop(0, -(-reach // turn), step, scores).reshape(queries, slots)
+    scores = jnp.zeros((heads, queries, streams, share), jnp.float16)
+    return jax.lax.fori_loop(0, heads * turns, step, scores).reshape(heads, queries, reach)
 
 
 def _streams(queries: int) -> int:
@@ -178,11 +190,13 @@ class Scanner:
             stage = self._staging(layer, k, queries.shape[-2])
             parts = []
             for device, view in host_views(k).items():
-                for row, head in np.ndindex(view.shape[1:3]):
-                    reach = _reach(int(rows[device][row]), view.shape[3])
-                    if reach:
-                        part = (asked[device][layer, row, head], view[0, row, head, :reach])
-                        out = stage.views[device][row, head, :, :reach]
+                for row, length in enumerate(rows[device]):
+                    reach = _reach(int(length), view.shape[3])
+                    # Part of the keys of several heads is no array of its own, which is all that XLA's product takes.
+                    size = reach * view.shape[4] * view.itemsize if _streamed(asked[device], view) else _CALL
+                    for heads in _calls(view.shape[2], size) if reach else ():
+                        part = (asked[device][layer, row, heads], view[0, row, heads], reach)
+                        out = stage.views[device][row, heads, :, :reach]
                         parts.append(self._help.submit(self._part, *part, out))
                 nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
             layers.append(parts)
@@ -201,12 +215,26 @@ class Scanner:
             self._stages.append(_Stage(k, queries))
         return self._stages[layer]
 
-    def _part(self, q: np.ndarray, k: np.ndarray, out: np.ndarray) -> None:
-        """One head's scores into `out`. Within a head entries are contiguous, so a row's length can cut them short."""
-        if k.dtype == jnp.bfloat16 and len(q) <= _STREAMED_QUERIES:
-            k = k.view(np.uint32)
-        put = functools.partial(jax.device_put, device=self._cpu)
-        out[:] = scan(put(q), put(k))
+    def _part(self, q: np.ndarray, k: np.ndarray, reach: int, out: np.ndarray) -> None:
+        """The scores `[H, R, reach]` of some heads of a row into `out`, from all their keys `[H, N, D]`.
+
+        NumPy arrays go in as they are, because `device_put` would hold Python's lock for longer than the whole call.
+        JAX reads them in place where they begin at a multiple of 64 bytes, as heads of 32 dimensions and more do.
+        """
+        k = k.view(np.uint32) if _streamed(q, k) else k[:, :reach]
+        with jax.default_device(self._cpu):
+            out[:] = scan(q, k, reach=reach)
+
+
+def _streamed(q: np.ndarray, k: np.ndarray) -> bool:
+    """Whether keys `[..., D]` are to be seen two by two for queries `[..., R, D]`."""
+    return k.dtype == jnp.bfloat16 and q.shape[-2] <= _STREAMED_QUERIES
+
+
+def _calls(heads: int, nbytes: int) -> list[slice]:
+    """A row's heads, of `nbytes` of keys each, by the calls that scan them."""
+    group = next((n for n in range(1, heads) if heads % n == 0 and n * nbytes >= _CALL), heads)
+    return [slice(first, first + group) for first in range(0, heads, group)]
 
 
 def _reach(length: int, slots: int) -> int:
