@@ -65,7 +65,10 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
     used_outputs, output_tree = jax.tree.flatten(outputs)
     early = overlap.active()
 
+    padding = overlap.padding(THREADS)
+
     def body(*refs):
+        refs = refs[:-1] if padding else refs
         overlap.begin(early)
         overlap.wait(early)
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
@@ -83,6 +86,7 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
         out_type=used_outputs,
         grid=(weight_programs + row_programs,),
         grid_names=("program",),
+        scratch_types=[plgpu.SMEM((padding,), jnp.int32)] if padding else [],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,
     )(*used_inputs)

@@ -349,6 +349,7 @@ def launch(
     if threads % 128 or not 0 < threads <= 1024:
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
     varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
+    padding = overlap.padding(threads)
 
     def body(*args: Any) -> None:
         overlap.begin(early)
@@ -357,14 +358,14 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
         def per_thread(ctx: Any, *memrefs: Any) -> None:
             del ctx
-            kernel(Lanes(threads), *map(_Memory.of, memrefs))
+            kernel(Lanes(threads), *map(_Memory.of, memrefs[:-1] if padding else memrefs))
 
         per_thread(*args)
 
     run = plgpu.kernel(
         body,
         out_type=tuple(outputs),
-        scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in shared],
+        scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in [*shared, *([padding] if padding else [])]],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=threads // 128,

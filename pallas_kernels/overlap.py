@@ -57,6 +57,19 @@ def active() -> bool:
 LATE = True
 
 
+# Bytes of shared memory per thread that small kernels take beside what they need (see `padding`).
+PAD = 0
+
+
+def padding(threads: int) -> int:
+    """32-bit words of shared memory for a kernel of so many threads to leave unused.
+
+    A multiprocessor divides its memory between L1 and shared memory as the kernel it runs asks for, and takes in no
+    program of a kernel that wants it divided otherwise. So kernels that are to overlap must all want the most.
+    """
+    return threads * PAD // 4
+
+
 def begin(overlap: bool, late: bool | None = None) -> None:
     """In a kernel: lets the next kernel start, as soon as all programs have come here."""
     if overlap and late in (None, LATE):

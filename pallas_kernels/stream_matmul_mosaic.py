@@ -102,7 +102,14 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     halves = 2 if gated else 1
     w = w.reshape(depth, halves * columns)
 
-    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done):
+    # All kernels that overlap want the most shared memory: see `overlap.padding`.
+    padding = (
+        max(0, 200 * 1024 - smem_bytes(tokens, config))
+        if overlap.PAD and smem_bytes(tokens, config) > 114 * 1024
+        else 0
+    )
+
+    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done, pad=None):
         overlap.begin(early, late=False)
         program = lax.axis_index("columns")
         if cluster > 1:
@@ -225,7 +232,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
         cluster_names=("sharer",) if cluster > 1 else (),
         num_threads=warpgroups + 1,
         thread_name="wg",
-        scratch_types={
+        scratch_types=({"pad": plgpu.SMEM((padding,), jnp.int8)} if padding else {})
+        | {
             "x_smem": plgpu.SMEM((stages, token_tiles, 64, DEPTH), x.dtype, transforms=transforms),
             "w_smem": plgpu.SMEM((stages, c, halves, DEPTH, width), w.dtype, transforms=transforms),
             "ready": plgpu.Barrier(num_arrivals=token_tiles + c * halves, num_barriers=stages),
