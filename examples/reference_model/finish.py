@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy_tables import scores
 from examples.reference_model import export
 from examples.reference_model.corpus import PACKAGES
 
@@ -63,40 +64,6 @@ herald-generate reference.ckpt --file questions.txt --max-new-tokens 32
 
 {scores}
 """
-
-
-def scores(results: dict[str, Any]) -> str:
-    """The tables of scores, from a results file of `benchmarks.accuracy`."""
-    rows = {row["id"]: row for row in results["rows"]}
-    lengths = sorted({id.split("/")[1] for id in rows if id.startswith("dense/")}, key=lambda k: int(k.rstrip("k")))
-    if not lengths:
-        raise SystemExit(
-            'error: the results file has no row "dense/..."; give one that benchmarks.accuracy has written'
-        )
-    names = [id.split("/")[2] for id in rows if id.startswith(f"dense/{lengths[0]}/")]
-    samples = min(rows[f"dense/{n}/{name}"]["detail"]["samples"] for n in lengths for name in names if name != "mean")
-    head = ["| | " + " | ".join(f"{n.upper()} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]
-    lines = [
-        f"By `benchmarks.accuracy` on {results['device']}, {results['date'][:10]}: at least {samples} samples of each",
-        "task and length, other samples and another text than in training; percent of the expected strings that are in",
-        "the answers.",
-        "",
-        *head,
-    ]
-    for name in [*(n for n in names if n != "mean"), "mean"]:
-        values = " | ".join(f"{rows[f'dense/{n}/{name}']['value']:.1f}" for n in lengths)
-        lines.append(f"| {'**mean**' if name == 'mean' else name.replace('_', ' ')} | {values} |")
-    lines += ["", "Points of the mean lost by sparse attention, with 95 % intervals:", "", *head]
-    for id, first in rows.items():
-        plan, *where = id.split("/")
-        if len(where) != 3 or where[1] != lengths[0] or where[2] != "drop" or "low" not in first.get("detail", {}):
-            continue
-        found = [rows[f"{plan}/{where[0]}/{n}/drop"] for n in lengths]
-        values = " | ".join(
-            f"{row['value']:.1f} ({row['detail']['low']:.1f} to {row['detail']['high']:.1f})" for row in found
-        )
-        lines.append(f"| {plan}, {where[0]} % | {values} |")
-    return "\n".join(lines)
 
 
 def card(config: dict[str, Any], parameters: int, training: dict[str, Any], results: dict[str, Any] | None) -> str:

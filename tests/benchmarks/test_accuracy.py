@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import accuracy
+from benchmarks import accuracy, accuracy_tables
 from herald_jax.eval_report import describe
 from herald_jax.plans import Mage
 from herald_jax.tasks import TASKS
@@ -68,3 +70,43 @@ def test_ablation_changes_one_thing_at_a_time() -> None:
     labels = [describe(plan) for plan in found.values()]
     assert len(set(labels)) >= len(labels) - 1  # HERALD's draft_at=0.5 is its default
     assert all(plan.budget == 0.05 and plan.min_budget == 1 for plan in found.values())
+
+
+def row(id: str, value: float, **detail: Any) -> dict[str, Any]:
+    return {"id": id, "value": value, "unit": "%", "detail": detail}
+
+
+ROWS = [
+    row("dense/4k/mean", 91.23, low=90.0, high=92.0), row("dense/4k/fact_qa", 99.5, samples=128),
+    row("dense/8k/mean", 85.0, low=80.0, high=90.0), row("dense/8k/fact_qa", 97.0, samples=64),
+    row("mage/5/4k/drop", 0.44, low=-0.2, high=1.0, by_task={}),
+    row("mage/5/8k/drop", 1.0, low=0.5, high=1.5, by_task={}),
+    row("mage/5/aggregation/drop", 3.0), row("finetune/2/gap_closed", 0.5) | {"goal": ">=0.5", "met": True},
+    row("smollm2/1k/dense", 90.0, low=75.0, high=100.0, samples=20),
+    row("smollm2/1k/mage/10", 85.0, low=70.0, high=100.0),
+    row("ablation/5/4k/query=first", 1.5, low=1.0, high=2.0, steps_per_block=3.21, samples=9, by_task={"fact_qa": 0.7}),
+]  # fmt: skip
+
+
+def test_tables(tmp_path: Path) -> None:
+    """Every row is in exactly one of the page's tables."""
+    report = {"device": "NVIDIA H200", "date": "2026-11-30T01:02:03Z", "rows": ROWS}
+    (tmp_path / "accuracy-h200.json").write_text(json.dumps(report))
+    text = accuracy_tables.tables(tmp_path)
+    assert "on NVIDIA H200, 2026-11-30: at least 64 samples" in text
+    assert (
+        "| task | 4K tokens | 8K tokens |\n|---|---:|---:|\n| fact qa | 99.5 | 97.0 |\n| **mean** | 91.2 | 85.0 |"
+        in text
+    )
+    assert "| mage, 5 % | 0.4 (-0.2 to 1.0) | 1.0 (0.5 to 1.5) |" in text
+    assert "| `mage/5/aggregation/drop` | 3 % |  |  |\n| `finetune/2/gap_closed` | 0.5 % | >=0.5 | met |" in text
+    assert "| `mage/10` | 85.0 (70.0 to 100.0) |" in text
+    assert "20 samples each, on NVIDIA H200." in text
+    assert "| query=first | 1.5 (1.0 to 2.0) | 3.2 | 0.7 |" in text
+    assert accuracy_tables.tables(tmp_path / "empty") == "Not measured yet.\n"
+    with pytest.raises(SystemExit, match="no row"):
+        accuracy_tables.scores(report | {"rows": ROWS[4:]})
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert accuracy_tables.main(["--check"]) == 0, "run python -m benchmarks.accuracy_tables"

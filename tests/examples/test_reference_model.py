@@ -7,7 +7,6 @@ import gzip
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -147,25 +146,6 @@ def test_recipe_end_to_end(text: Path, tokens: Path, tmp_path: Path) -> None:
     assert "2 layers, hidden size\n32, 2 query and 1 KV heads of 16, block length 32" in card
     assert "2 steps" in card
     assert not (tmp_path / "final" / "reference" / "training.json").exists()
-
-
-def test_scores_of_the_card() -> None:
-    def row(id: str, value: float, **detail: float) -> dict[str, Any]:
-        return {"id": id, "value": value, "detail": detail}
-
-    found = [
-        row("dense/4k/mean", 91.23, low=90.0, high=92.0), row("dense/4k/fact_qa", 99.5, samples=128),
-        row("dense/8k/mean", 85.0, low=80.0, high=90.0), row("dense/8k/fact_qa", 97.0, samples=64),
-        row("mage/5/4k/drop", 0.44, low=-0.2, high=1.0), row("mage/5/8k/drop", 1.0, low=0.5, high=1.5),
-        row("mage/5/aggregation/drop", 3.0), row("finetune/2/gap_closed", 0.5),
-    ]  # fmt: skip
-    text = finish.scores({"device": "NVIDIA H200", "date": "2026-11-30T01:02:03Z", "rows": found})
-    assert "on NVIDIA H200, 2026-11-30: at least 64 samples" in text
-    assert "| | 4K tokens | 8K tokens |" in text
-    assert "| fact qa | 99.5 | 97.0 |\n| **mean** | 91.2 | 85.0 |" in text
-    assert text.endswith("| mage, 5 % | 0.4 (-0.2 to 1.0) | 1.0 (0.5 to 1.5) |")
-    with pytest.raises(SystemExit, match="no row"):
-        finish.scores({"device": "", "date": "", "rows": []})
 
 
 def test_demo_of_a_stand_in(

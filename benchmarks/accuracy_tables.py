@@ -1,0 +1,153 @@
+"""`python -m benchmarks.accuracy_tables`: the tables of docs/accuracy.md, from results/accuracy*.json, never typed.
+
+With `--check` nothing is written and the status is 1 if the page is out of date. The model card's table (`scores`) is
+made here too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.readme_table import RESULTS, ROOT, VERDICTS
+
+PAGE = ROOT / "docs" / "accuracy.md"
+BEGIN, END = "<!-- tables: begin (made by `python -m benchmarks.accuracy_tables`) -->", "<!-- tables: end -->"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    ruler = "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"
+    return ["| " + " | ".join(head) + " |", ruler, *("| " + " | ".join(line) + " |" for line in lines)]
+
+
+def _interval(row: dict[str, Any]) -> str:
+    detail = row["detail"]
+    return f"{row['value']:.1f} ({detail['low']:.1f} to {detail['high']:.1f})"
+
+
+def scores(results: dict[str, Any]) -> str:
+    """Dense scores by task and length, and what sparse plans lose, from a results file of `benchmarks.accuracy`.
+
+    Raises SystemExit for a file without them.
+    """
+    rows = {row["id"]: row for row in results["rows"]}
+    dense = [id.split("/")[1:] for id in rows if id.startswith("dense/")]
+    lengths = list(dict.fromkeys(length for length, _ in dense))
+    names = [name for name in dict.fromkeys(name for _, name in dense) if name != "mean"]
+    if not names:
+        raise SystemExit(
+            'error: the results file has no row "dense/..."; give one that benchmarks.accuracy has written'
+        )
+    columns = [f"{length.upper()} tokens" for length in lengths]
+    samples = min(rows[f"dense/{length}/{name}"]["detail"]["samples"] for length in lengths for name in names)
+    tasks = [
+        [label, *(f"{rows[f'dense/{length}/{name}']['value']:.1f}" for length in lengths)]
+        for name, label in [*((name, name.replace("_", " ")) for name in names), ("mean", "**mean**")]
+    ]
+    plans = [id.split("/")[:2] for id in rows if id.endswith(f"/{lengths[0]}/drop")]
+    drops = [
+        [f"{plan}, {budget} %", *(_interval(rows[f"{plan}/{budget}/{length}/drop"]) for length in lengths)]
+        for plan, budget in plans
+    ]
+    lines = [
+        f"By `benchmarks.accuracy` on {results['device']}, {results['date'][:10]}: at least {samples} samples of each",
+        "task and length, other samples and another text than in training. Percent of the expected strings that are in",
+        "the answers under dense attention:",
+        "",
+        *_table(["task", *columns], tasks),
+        "",
+        "Points of the mean lost by sparse attention, with 95 % intervals:",
+        "",
+        *_table(["plan", *columns], drops),
+    ]
+    return "\n".join(lines)
+
+
+def others(results: dict[str, Any]) -> list[str]:
+    """The rows that are not a plan's drop at one length: as they are, with their goals."""
+    found = [
+        row
+        for row in results["rows"]
+        if not row["id"].startswith(("dense/", "smollm2/", "ablation/"))
+        and not (row["id"].endswith("/drop") and "by_task" in row.get("detail", {}))
+    ]
+    lines = [
+        [f"`{row['id']}`", f"{row['value']:.4g} {row['unit']}".strip(), row.get("goal", ""), VERDICTS[row.get("met")]]
+        for row in found
+    ]
+    return _table(["row", "value", "goal", ""], lines) if lines else []
+
+
+def ar_limit(results: dict[str, Any]) -> list[str]:
+    """SmolLM2's rows."""
+    rows = [row for row in results["rows"] if row["id"].startswith("smollm2/")]
+    if not rows:
+        return []
+    lengths = list(dict.fromkeys(row["id"].split("/")[1] for row in rows))
+    plans = list(dict.fromkeys("/".join(row["id"].split("/")[2:]) for row in rows))
+    by_id = {row["id"]: row for row in rows}
+    samples = by_id[f"smollm2/{lengths[0]}/dense"]["detail"]["samples"]
+    head = ["SmolLM2, single needle", *(f"{n.upper()} tokens" for n in lengths)]
+    lines = [[f"`{plan}`", *(_interval(by_id[f"smollm2/{n}/{plan}"]) for n in lengths)] for plan in plans]
+    return [*_table(head, lines), "", f"{samples} samples each, on {results['device']}."]
+
+
+def ablation(results: dict[str, Any]) -> list[str]:
+    """One line per changed option: points lost at a budget of 5 %, in the mean and by task."""
+    rows = [row for row in results["rows"] if row["id"].startswith("ablation/")]
+    if not rows:
+        return []
+    tasks = list(rows[0]["detail"]["by_task"])
+    lines = [
+        [row["id"].split("/", 3)[3], _interval(row), f"{row['detail']['steps_per_block']:.1f}",
+         *(f"{row['detail']['by_task'][task]:.1f}" for task in tasks)]
+        for row in rows
+    ]  # fmt: skip
+    head = ["changed", "mean lost", "steps per block", *(task.replace("_", " ") for task in tasks)]
+    where, samples = rows[0]["id"].split("/")[2].upper(), min(row["detail"]["samples"] for row in rows)
+    return [f"At 5 % and {where} tokens, {samples} samples of each task:", "", *_table(head, lines)]
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """Markdown of everything that was measured; a sentence where nothing was."""
+    parts: list[str] = []
+    for path in sorted(folder.glob("accuracy*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if any(row["id"].startswith("dense/") for row in results["rows"]):
+            parts.append(scores(results))
+        for made in (others(results), ar_limit(results), ablation(results)):
+            if made:
+                parts.append("\n".join(made))
+    return "\n\n".join(parts) + "\n" if parts else "Not measured yet.\n"
+
+
+def render(page: str, folder: Path = RESULTS) -> str:
+    """The page's text with its tables brought up to date. Raises ValueError if the markers are missing."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{tables(folder)}{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrites docs/accuracy.md, or with --check compares it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy_tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if the page is out of date")
+    args = parser.parse_args(argv)
+    old = PAGE.read_text(encoding="utf-8")
+    new = render(old)
+    if args.check:
+        if new != old:
+            print("docs/accuracy.md is out of date; run python -m benchmarks.accuracy_tables", file=sys.stderr)
+        return int(new != old)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
