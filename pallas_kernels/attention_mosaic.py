@@ -381,7 +381,9 @@ def _row_queries(head, tile, wg, p: Plan):
     slab, offset = divide(row, p.query_chunk)
     chunk, member = divide(tile * p.slabs + slab, p.group)
     query = chunk * p.query_chunk + offset
-    return jnp.where(query < p.queries, query, -1), head * p.group + member
+    # With one query head per KV head the second is the same for all rows, and has to be told that it is one per row.
+    q_head = plgpu.layout_cast(head * p.group + member, plgpu.Layout.WGMMA.reduce(1))
+    return jnp.where(query < p.queries, query, -1), q_head
 
 
 def _zero_tail(v_tile, valid, p: Plan):

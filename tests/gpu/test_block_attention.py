@@ -23,6 +23,7 @@ CASES = [
     Case(((655,),), queries=256, group=8, head_dim=64),
     Case(((655,),), queries=64, group=1),
     Case(((40,),), entries=40),
+    Case(((40,),), group=1, entries=40),
     Case(((0,),), entries=64),
     Case(((9999,),), entries=704),
     Case((tuple(range(32, 513, 32)),), queries=512, entries=512),
