@@ -113,7 +113,8 @@ def first_canvas(
     slots = length[:, None] + index
     canvas = jnp.take_along_axis(tokens, jnp.minimum(slots, tokens.shape[1] - 1), axis=1)
     known = slots < prompt_length[:, None]
-    failed = jnp.zeros((batch,), bool)
+    # A prefix with a NaN in it: a plan that leaves NaN entries out would not notice.
+    failed = ~done & jnp.any(jnp.isnan(last_hidden), axis=-1)
     if contract.seeded:
         kernel = bind(options.config, params).head_kernel()
         keys = None if sampling.greedy else _position_keys(key, length[:, None], jnp.zeros_like(length))
@@ -121,7 +122,7 @@ def first_canvas(
         needs_seed = ~known[:, :1] & ~done[:, None]
         canvas = jnp.where(needs_seed & (index == 0), seed.token, canvas)
         known = known | (index == 0)
-        failed = needs_seed[:, 0] & jnp.isnan(seed.confidence[:, 0])
+        failed = failed | (needs_seed[:, 0] & jnp.isnan(seed.confidence[:, 0]))
     zero = jnp.zeros((batch,), jnp.int32)
     off = jnp.zeros((batch,), bool)
     rows = Rows(
