@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +20,22 @@ import jax.numpy as jnp
 from herald_jax.config import ModelConfig
 from pallas_kernels import dispatch
 from pallas_kernels.fused_rows import add_norm, project_heads
+from pallas_kernels.layer_tail import layer_tail
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
+
+# Whether what follows attention is one launch. Off until it has been measured on the card.
+ONE_TAIL = os.environ.get("HERALD_TAIL") == "1"
 
 
 class Stream(NamedTuple):
-    """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T."""
+    """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T.
+
+    counters: i32[L, 4], zeros in the rows of layers to come: see `layer_tail`.
+    """
 
     x: jax.Array
     parts: jax.Array
+    counters: jax.Array
 
 
 def streams(config: ModelConfig, attend: Any, tokens: jax.Array) -> bool:
@@ -57,11 +66,16 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def begin(layer: Any, x: jax.Array) -> Stream:
-    """The stream before the first `layer`: x `[B, T, E]`, and sums of zeros shaped like those that layer will leave."""
+def begin(layers: Any, x: jax.Array) -> Stream:
+    """The stream before the first of `layers`: x `[B, T, E]`, and sums of zeros, shaped like those a layer leaves."""
     x = x.reshape(-1, x.shape[-1])
-    parts = jax.eval_shape(lambda x: _feed_forward(layer.mlp, x, (1, x.shape[0])), x)
-    return Stream(x, jnp.zeros(parts.shape, parts.dtype))
+    layer = layers[0]
+    counters = jnp.zeros((len(layers), 4), jnp.int32)
+    kernel = layer.attn.out.kernel[...]
+    attended = jax.ShapeDtypeStruct((x.shape[0], kernel.size // x.shape[1]), x.dtype)
+    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]))
+    parts = jax.eval_shape(tail, attended, x, counters).parts
+    return Stream(x, jnp.zeros(parts.shape, parts.dtype), counters)
 
 
 def end(norm: Any, stream: Stream) -> jax.Array:
@@ -75,10 +89,10 @@ def streamed_layer(
     """`layer` is a `model._Layer`; the rest is as its call takes it."""
     batch, tokens = angles[0].shape[:2]
     attn = layer.attn
-    qkv, out = attn.qkv.kernel[...], attn.out.kernel[...]
+    out, qkv = attn.out.kernel[...], attn.qkv.kernel[...]
     group, size = out.shape[1], out.shape[3]
     rows = batch * tokens
-    qkv, out = qkv.reshape(size, -1), out.reshape(-1, size)
+    qkv = qkv.reshape(size, -1)
     bias = attn.qkv.bias[...].reshape(-1) if hasattr(attn.qkv, "bias") else None
     q_scale, k_scale = (attn.q_norm.scale[...], attn.k_norm.scale[...]) if hasattr(attn, "q_norm") else (None, None)
 
@@ -95,14 +109,22 @@ def streamed_layer(
         attended, cache = attend(number, q, k, v, cache)
     else:
         attended, cache = attend(number, q, None, None, attend.written(cache, k, v))
-    parts = stream_matmul(attended.reshape(rows, -1), out)
-    norm = layer.mlp_norm
-    x, y = add_norm(x, parts, norm.scale[...], eps=norm.eps)
-    return Stream(x, _feed_forward(layer.mlp, y, (batch, tokens))), cache
+    attended = attended.reshape(rows, -1)
+    return _behind_attention(layer, number, attended, x, stream.counters, lead=(batch, tokens)), cache
 
 
-def _feed_forward(mlp: Any, y: jax.Array, lead: tuple[int, int]) -> jax.Array:
-    """The MLP's output as partial sums `[S, R, E]`; experts keep their own form."""
-    if hasattr(mlp, "gate_up"):
-        return stream_matmul(gated_matmul(y, mlp.gate_up.kernel[...]), mlp.down.kernel[...])
-    return mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape)
+def _behind_attention(
+    layer: Any, number: Any, attended: jax.Array, x: jax.Array, counters: jax.Array, *, lead: tuple[int, int]
+) -> Stream:
+    """Output projection, residual, norm and MLP: attended `[R, H * D]`, x `[R, E]`, lead `(B, T)`."""
+    norm, mlp = layer.mlp_norm, layer.mlp
+    out = layer.attn.out.kernel[...]
+    out = out.reshape(-1, out.shape[-1])
+    if not hasattr(mlp, "gate_up"):  # experts keep their own form
+        x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
+        return Stream(x, mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape), counters)
+    gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
+    if ONE_TAIL:
+        return Stream(*layer_tail(attended, x, out, norm.scale[...], gate_up, down, counters, number, eps=norm.eps))
+    x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
+    return Stream(x, stream_matmul(gated_matmul(y, gate_up), down), counters)
