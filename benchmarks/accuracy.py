@@ -335,12 +335,19 @@ def run_ablation(options: argparse.Namespace, length: int, work: Path, until: fl
         rows = []
         for name, plan in found.items():
             by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
-            whole = table.drop(plan, length)
             samples = min(table.score(plan, f"{task}/{length}")["samples"] for task in TASKS)
             whole = table.drop(plan, length)
             drop = whole.pop("drop")
             detail = {**whole, "samples": samples, "by_task": by_task}
             rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail=detail))
+        lost = {
+            name: 100 * table.score(plan, f"common_words/{length}")["drop"]
+            for name, plan in found.items()
+            if isinstance(plan, Mage) and plan.selector == "mage"
+        }
+        best = min(lost, key=lambda name: lost[name])
+        goal = GOALS["mage/5/aggregation/drop"]
+        rows.append(common.row("mage/5/aggregation/best_drop", lost[best], "points", goal=goal, detail={"with": best}))
         return write(options, "accuracy-ablation", rows)
 
     table, _ = run_rounds(options, options.checkpoint, chosen, [length], work / "ablation", until, report)
