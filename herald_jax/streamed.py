@@ -20,17 +20,17 @@ import jax.numpy as jnp
 from herald_jax.config import ModelConfig
 from pallas_kernels import dispatch
 from pallas_kernels.fused_rows import add_norm, project_heads
-from pallas_kernels.layer_tail import layer_tail
+from pallas_kernels.layer_parts import COUNTERS, layer_head, layer_tail
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
-# Whether what follows attention is one launch. Off until it has been measured on the card.
-ONE_TAIL = os.environ.get("HERALD_TAIL") == "1"
+# Whether what lies before and behind attention is one launch each. Off until it has been measured on the card.
+CHAINED = os.environ.get("HERALD_CHAINED") == "1"
 
 
 class Stream(NamedTuple):
     """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T.
 
-    counters: i32[L, 4], zeros in the rows of layers to come: see `layer_tail`.
+    counters: i32[L, COUNTERS], zeros in the rows of layers to come: see `pallas_kernels.layer_parts`.
     """
 
     x: jax.Array
@@ -70,7 +70,7 @@ def begin(layers: Any, x: jax.Array) -> Stream:
     """The stream before the first of `layers`: x `[B, T, E]`, and sums of zeros, shaped like those a layer leaves."""
     x = x.reshape(-1, x.shape[-1])
     layer = layers[0]
-    counters = jnp.zeros((len(layers), 4), jnp.int32)
+    counters = jnp.zeros((len(layers), COUNTERS), jnp.int32)
     kernel = layer.attn.out.kernel[...]
     attended = jax.ShapeDtypeStruct((x.shape[0], kernel.size // x.shape[1]), x.dtype)
     tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]))
@@ -97,11 +97,16 @@ def streamed_layer(
     q_scale, k_scale = (attn.q_norm.scale[...], attn.k_norm.scale[...]) if hasattr(attn, "q_norm") else (None, None)
 
     norm = layer.attn_norm
-    x, y = add_norm(stream.x, stream.parts, norm.scale[...], eps=norm.eps)
+    counters = stream.counters
+    if CHAINED:
+        x, projected, counters = layer_head(*stream[:2], norm.scale[...], qkv, counters, number, eps=norm.eps)
+    else:
+        x, y = add_norm(stream.x, stream.parts, norm.scale[...], eps=norm.eps)
+        projected = stream_matmul(y, qkv)
     by_row = (angles[0].reshape(rows, -1), angles[1].reshape(rows, -1))
     into = attend.destination(number, tokens, cache) if hasattr(attend, "destination") else None
     q, k, v = project_heads(
-        stream_matmul(y, qkv), bias, q_scale, k_scale, by_row, group=group, eps=norm.eps, dtype=x.dtype, into=into
+        projected, bias, q_scale, k_scale, by_row, group=group, eps=norm.eps, dtype=x.dtype, into=into
     )
     q = q.reshape(batch, tokens, *q.shape[1:])
     if into is None:
@@ -110,7 +115,7 @@ def streamed_layer(
     else:
         attended, cache = attend(number, q, None, None, attend.written(cache, k, v))
     attended = attended.reshape(rows, -1)
-    return _behind_attention(layer, number, attended, x, stream.counters, lead=(batch, tokens)), cache
+    return _behind_attention(layer, number, attended, x, counters, lead=(batch, tokens)), cache
 
 
 def _behind_attention(
@@ -124,7 +129,7 @@ def _behind_attention(
         x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
         return Stream(x, mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape), counters)
     gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
-    if ONE_TAIL:
+    if CHAINED:
         return Stream(*layer_tail(attended, x, out, norm.scale[...], gate_up, down, counters, number, eps=norm.eps))
     x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
     return Stream(x, stream_matmul(gated_matmul(y, gate_up), down), counters)

@@ -148,16 +148,6 @@ def processors() -> int:
     return min(int(device.core_count) for device in jax.devices("cuda"))
 
 
-def layer_tail_missing(attended: Any, out: Any, gate_up: Any) -> str | None:
-    """Why `layer_tail` has no Mosaic GPU kernel for these arguments, or None if it has."""
-    hidden = gate_up.shape[-1]
-    return stream_matmul_missing(attended, out) or (
-        f"layer_tail on mosaic_gpu has tiles of 64 rows of the down projection, which {hidden} are no multiple of"
-        if hidden % 64
-        else None
-    )
-
-
 def grouped_mlp_missing(x: Any, gate_up: Any) -> str | None:
     """Why `grouped_mlp` has no Mosaic GPU kernel for these arguments, or None if it has."""
     if x.dtype != gate_up.dtype:
