@@ -27,7 +27,6 @@ from herald_jax.mage import MageAttend, MageKV
 from herald_jax.model import Attend, Params, Transformer, bind
 from herald_jax.plans import Dense, Herald, Mage, Plan
 from herald_jax.pooled import PooledAttend, PooledKV
-from pallas_kernels import overlap
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -420,12 +419,7 @@ def mage_blocks(
     return jax.lax.while_loop(inside, later, (begins, rows))[1]
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("options",),
-    donate_argnames=("rows",),
-    compiler_options=BESIDE_A_CACHE | (overlap.COMPILER_OPTIONS if overlap.WANTED else {}),
-)
+@functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("rows",), compiler_options=BESIDE_A_CACHE)
 def run_blocks(
     params: Params,
     rows: Rows,
@@ -454,6 +448,5 @@ def run_blocks(
     def going(state: tuple[Rows, jax.Array]) -> jax.Array:
         return ~jnp.all(state[0].done) & ~state[1]
 
-    with overlap.overlapped(overlap.WANTED and options.mesh is None):
-        rows, _ = jax.lax.while_loop(going, body, (rows, jnp.zeros((), bool)))
+    rows, _ = jax.lax.while_loop(going, body, (rows, jnp.zeros((), bool)))
     return placed_rows(rows, options.mesh)

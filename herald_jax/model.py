@@ -25,7 +25,6 @@ from flax import nnx
 from herald_jax.config import ModelConfig, RopeConfig
 from herald_jax.moe import MoE
 from herald_jax.streamed import Stream, begin, end, streamed_layer, streams
-from pallas_kernels import overlap
 
 Params = dict[str, Any]
 Cache = TypeVar("Cache")
@@ -150,7 +149,7 @@ class _Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x), *mesh), cache
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "early"))
+@functools.partial(jax.jit, static_argnames="graph")
 def _shared_layer(
     graph: Any,
     state: Any,
@@ -159,15 +158,13 @@ def _shared_layer(
     angles: tuple[jax.Array, jax.Array],
     attend: Attend,
     cache: Any,
-    early: bool,
 ) -> tuple[Any, Any]:
     """One layer as a function of its number.
 
     Layers are unrolled (a scan over stacked weights copies each layer's slice), but traced and lowered once: lowering a
     Pallas kernel anew in each of 36 layers took minutes.
     """
-    with overlap.overlapped(early):
-        return nnx.merge(graph, state)(layer, x, angles, attend, cache)
+    return nnx.merge(graph, state)(layer, x, angles, attend, cache)
 
 
 class _Table(nnx.Module):
@@ -205,12 +202,10 @@ class Transformer(nnx.Module):
         x: Any = jnp.take(self.embed.embedding[...], tokens, axis=0)
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
         if streams(self.config, attend, tokens):
-            x = begin(self.layers, x)
+            x = begin(self.layers, x, attend)
         for i, layer in enumerate(self.layers):
             if hasattr(attend, "at"):
-                x, cache = _shared_layer(
-                    *nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache, overlap.active()
-                )
+                x, cache = _shared_layer(*nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache)
             else:
                 x, cache = layer(i, x, angles, attend, cache)
         if isinstance(x, Stream):

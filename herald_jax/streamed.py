@@ -66,14 +66,19 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def begin(layers: Any, x: jax.Array) -> Stream:
+def _chained(attend: Any) -> bool:
+    """Whether a layer takes the kernels of `layer_parts`, which must have the device to themselves."""
+    return CHAINED and not getattr(attend, "shares_device", False)
+
+
+def begin(layers: Any, x: jax.Array, attend: Any) -> Stream:
     """The stream before the first of `layers`: x `[B, T, E]`, and sums of zeros, shaped like those a layer leaves."""
     x = x.reshape(-1, x.shape[-1])
     layer = layers[0]
     counters = jnp.zeros((len(layers), COUNTERS), jnp.int32)
     kernel = layer.attn.out.kernel[...]
     attended = jax.ShapeDtypeStruct((x.shape[0], kernel.size // x.shape[1]), x.dtype)
-    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]))
+    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]), chained=_chained(attend))
     parts = jax.eval_shape(tail, attended, x, counters).parts
     return Stream(x, jnp.zeros(parts.shape, parts.dtype), counters)
 
@@ -98,7 +103,8 @@ def streamed_layer(
 
     norm = layer.attn_norm
     counters = stream.counters
-    if CHAINED:
+    chained = _chained(attend)
+    if chained:
         x, projected, counters = layer_head(*stream[:2], norm.scale[...], qkv, counters, number, eps=norm.eps)
     else:
         x, y = add_norm(stream.x, stream.parts, norm.scale[...], eps=norm.eps)
@@ -115,11 +121,18 @@ def streamed_layer(
     else:
         attended, cache = attend(number, q, None, None, attend.written(cache, k, v))
     attended = attended.reshape(rows, -1)
-    return _behind_attention(layer, number, attended, x, counters, lead=(batch, tokens)), cache
+    return _behind_attention(layer, number, attended, x, counters, lead=(batch, tokens), chained=chained), cache
 
 
 def _behind_attention(
-    layer: Any, number: Any, attended: jax.Array, x: jax.Array, counters: jax.Array, *, lead: tuple[int, int]
+    layer: Any,
+    number: Any,
+    attended: jax.Array,
+    x: jax.Array,
+    counters: jax.Array,
+    *,
+    lead: tuple[int, int],
+    chained: bool,
 ) -> Stream:
     """Output projection, residual, norm and MLP: attended `[R, H * D]`, x `[R, E]`, lead `(B, T)`."""
     norm, mlp = layer.mlp_norm, layer.mlp
@@ -129,7 +142,7 @@ def _behind_attention(
         x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
         return Stream(x, mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape), counters)
     gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
-    if CHAINED:
+    if chained:
         return Stream(*layer_tail(attended, x, out, norm.scale[...], gate_up, down, counters, number, eps=norm.eps))
     x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
     return Stream(x, stream_matmul(gated_matmul(y, gate_up), down), counters)

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_inline, overlap
+from pallas_kernels import mosaic_inline
 from pallas_kernels.attention_plan import Plan, divide
 from pallas_kernels.reference import merge_by_lse
 
@@ -63,14 +63,8 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
         outputs |= {"importance": jax.ShapeDtypeStruct(shape, jnp.float32)}
     used_inputs, input_tree = jax.tree.flatten(inputs)
     used_outputs, output_tree = jax.tree.flatten(outputs)
-    early = overlap.active()
-
-    padding = overlap.padding(THREADS)
 
     def body(*refs):
-        refs = refs[:-1] if padding else refs
-        overlap.begin(early)
-        overlap.wait(early)
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
         program = lax.axis_index("program")
@@ -86,7 +80,6 @@ def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
         out_type=used_outputs,
         grid=(weight_programs + row_programs,),
         grid_names=("program",),
-        scratch_types=[plgpu.SMEM((padding,), jnp.int32)] if padding else [],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,
     )(*used_inputs)

@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import attention_finish, attention_plan, importance_mosaic, mosaic_inline, overlap
+from pallas_kernels import attention_finish, attention_plan, importance_mosaic, mosaic_inline
 from pallas_kernels.attention_plan import AttentionConfig, Plan, divide, slabs
 
 KERNEL_NAME = "block_attention"
@@ -32,8 +32,6 @@ KERNEL_NAME = "block_attention"
 LOG2E = math.log2(math.e)
 # Where a row's running maximum starts: finite, so that a row that has seen nothing gives exp2(-inf - M) = 0, not NaN.
 LOWEST = -1e30
-# Whether a kernel that starts early has its first tiles fetched into the L2.
-PREFETCH = True
 
 
 def attention_mosaic(
@@ -119,16 +117,11 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     # plgpu.kernel passes one reference per array: the Nones are put back inside.
     used_inputs, input_tree = jax.tree.flatten(inputs)
     used_outputs, output_tree = jax.tree.flatten(outputs)
-    early = overlap.active()
 
     def body(*refs, **scratch):
         ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
         outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
-        overlap.begin(early, late=False)
-        if early and p.uniform and PREFETCH:
-            _prefetch(ins, p)
-        overlap.wait(early)
-        _body(ins, outs, scratch, plan, scale, early)
+        _body(ins, outs, scratch, plan, scale)
 
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     ring = plgpu.SMEM((p.stages, p.kv_tile, p.head_dim), q.dtype, transforms=transforms)
@@ -171,7 +164,7 @@ class _Range(NamedTuple):
     prefix: jax.Array | None
 
 
-def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float, early: bool):
+def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
     # Long tiles first: with block-causal lengths the last tiles see the most entries and would otherwise end alone.
     tile = p.tiles - 1 - lax.axis_index("tile")
     split = lax.axis_index("split")
@@ -249,30 +242,6 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float, early: bool
         filled = jnp.minimum(first + p.stages, last)
         pl.loop(first, filled)(functools.partial(load, wait=False))
         pl.loop(filled, last)(functools.partial(load, wait=True))
-        overlap.begin(early, late=True)
-
-
-def _prefetch(ins: _Inputs, p: Plan):
-    """Has the L2 fetch a program's first tiles of K and V, while the kernel before is still at work.
-
-    What is read for that, that kernel may be about to write. So nothing but the choice of what to fetch depends on it,
-    and whatever it says must be inside the arrays.
-    """
-    tile = p.tiles - 1 - lax.axis_index("tile")
-    batch, head = divide(lax.axis_index("head"), p.kv_heads)
-    run = lax.div(divide(tile * p.slabs, p.group)[0] * p.query_chunk, p.queries_per_run)
-    kv_tiles = divide(jnp.clip(ins.lengths[batch, run], 0, p.entries) + p.kv_tile - 1, p.kv_tile)[0]
-    first, last = (lax.div(kv_tiles * (lax.axis_index("split") + i), p.splits) for i in (0, 1))
-
-    @pl.when(lax.axis_index("wg") == p.warpgroups)
-    def _fetch():
-        layer = None if ins.layer is None else jnp.clip(ins.layer[0], 0, ins.k.shape[0] - 1)
-
-        @pl.loop(first, jnp.minimum(first + p.stages, last))
-        def _tile(index):
-            where = (batch, head, pl.ds(index * p.kv_tile, p.kv_tile))
-            for ref in (ins.k, ins.v):
-                plgpu.async_prefetch(ref.at[where if layer is None else (layer, *where)])
 
 
 def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: float):

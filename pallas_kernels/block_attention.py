@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_xla, dispatch, overlap
+from pallas_kernels import attention_xla, dispatch
 
 if TYPE_CHECKING:
     from pallas_kernels.attention_mosaic import AttentionConfig
@@ -109,25 +109,14 @@ def block_attention(
     rows, prefix_lengths = _check_importance(importance, importance_rows, prefix_lengths, b, t, lengths.shape[1])
     chosen = dispatch.select(implementation, lambda: dispatch.block_attention_missing(q, k))
     results = _run(
-        q,
-        k,
-        v,
-        lengths,
-        layer,
-        rows,
-        prefix_lengths,
-        chosen=chosen,
-        scale=scale,
-        importance=importance,
-        config=config,
-        early=overlap.active(),
+        q, k, v, lengths, layer, rows, prefix_lengths, chosen=chosen, scale=scale, importance=importance, config=config
     )
     return AttentionOutput(*results)
 
 
 # A jit of its own, so that a model that calls this once per layer traces and lowers it once.
-@functools.partial(jax.jit, static_argnames=("chosen", "scale", "importance", "config", "early"))
-def _run(q, k, v, lengths, layer, rows, prefix_lengths, *, chosen, scale, importance, config, early):
+@functools.partial(jax.jit, static_argnames=("chosen", "scale", "importance", "config"))
+def _run(q, k, v, lengths, layer, rows, prefix_lengths, *, chosen, scale, importance, config):
     def xla(q, k, v, lengths, layer, rows, prefix_lengths):
         if rows is not None and rows.dtype != jnp.bool_:
             rows = jnp.arange(q.shape[1])[None] == rows[:, None]
@@ -138,10 +127,9 @@ def _run(q, k, v, lengths, layer, rows, prefix_lengths, *, chosen, scale, import
     def mosaic_gpu(q, k, v, lengths, layer, rows, prefix_lengths):
         from pallas_kernels import attention_mosaic  # Mosaic GPU's interface differs before dispatch.MIN_JAX
 
-        with overlap.overlapped(early):
-            return attention_mosaic.attention_mosaic(
-                q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance, config=config
-            )
+        return attention_mosaic.attention_mosaic(
+            q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance, config=config
+        )
 
     return dispatch.run(chosen, mosaic_gpu, xla, q, k, v, lengths, layer, rows, prefix_lengths)
 

@@ -23,9 +23,6 @@ MIN_JAX = (0, 11, 0)
 # device_kind prefixes of compute capability 9.0; used only for abstract devices, which carry no capability.
 HOPPER_KINDS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
 
-# Tokens up to which the streamed matmuls are worth their while: with more, arithmetic is what takes the time.
-STREAM_TOKENS = 128
-
 
 def jax_version() -> tuple[int, ...]:
     return tuple(jax.version.__version_info__)
@@ -127,10 +124,10 @@ def stream_matmul_missing(x: Any, w: Any) -> str | None:
     tokens, depth = x.shape
     if x.dtype != w.dtype:
         return f"stream_matmul on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
-    if tokens % 8 or not 8 <= tokens <= STREAM_TOKENS:
+    if tokens % 8 or not 8 <= tokens <= 128:
         return (
-            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to {STREAM_TOKENS}, not {tokens}: its tiles "
-            "come in groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
+            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to 128, not {tokens}: its tiles come in "
+            "groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
         )
     if depth % 64 or w.shape[-1] % (64 if w.ndim == 3 else 128):
         return (

@@ -7,13 +7,10 @@ together, and a sum over threads goes through shuffles and at most one barrier.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels import overlap
 
 __all__ = ["Destination", "add_norm", "project_heads", "write_kv"]
 
@@ -47,7 +44,7 @@ def _launch(launch: Any) -> Any:
     if launch is None:
         from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
 
-        launch = functools.partial(lanes.launch, early=overlap.active())
+        launch = lanes.launch
     return launch
 
 

@@ -26,8 +26,6 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm, nvvm
 
-from pallas_kernels import overlap
-
 __all__ = ["Lanes", "Real", "Value", "launch"]
 
 # The stubs of these two describe the generated operations, not the hand-written ones that replace them.
@@ -330,7 +328,6 @@ def launch(
     updated: Sequence[jax.Array] = (),
     outputs: Sequence[jax.ShapeDtypeStruct] = (),
     shared: Sequence[int] = (),
-    early: bool = False,
 ) -> list[jax.Array]:
     """Runs ``kernel(lanes, *inputs, *updated, *outputs, *shared)`` in ``blocks`` thread blocks.
 
@@ -341,7 +338,6 @@ def launch(
         updated: arrays it changes in place; XLA aliases them to results, and copies first where the caller keeps them.
         outputs: shapes of new arrays; the kernel must write every element.
         shared: sizes, in words, of shared-memory buffers; their contents are undefined at the start.
-        early: launched as `overlap` has it; ``kernel`` itself still runs when the kernel before has ended.
 
     Returns:
         The updated arrays, then the outputs.
@@ -349,23 +345,19 @@ def launch(
     if threads % 128 or not 0 < threads <= 1024:
         raise ValueError(f"threads must be a multiple of 128 up to 1024, got {threads}")
     varying = frozenset[Any]().union(*map(_varying, [*inputs, *updated]))
-    padding = overlap.padding(threads)
 
     def body(*args: Any) -> None:
-        overlap.begin(early)
-        overlap.wait(early)
-
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(args))
         def per_thread(ctx: Any, *memrefs: Any) -> None:
             del ctx
-            kernel(Lanes(threads), *map(_Memory.of, memrefs[:-1] if padding else memrefs))
+            kernel(Lanes(threads), *map(_Memory.of, memrefs))
 
         per_thread(*args)
 
     run = plgpu.kernel(
         body,
         out_type=tuple(outputs),
-        scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in [*shared, *([padding] if padding else [])]],
+        scratch_types=[plgpu.SMEM((size,), jax.numpy.int32) for size in shared],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=threads // 128,

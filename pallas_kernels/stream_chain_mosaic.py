@@ -119,8 +119,9 @@ def run_chain(
     inputs = {k: x.reshape(x.shape[0], -1) if x.ndim == 3 and k in _gated(work) else x for k, x in inputs.items()}
 
     def body(*refs, **scratch):
-        *refs, layer_ref, counters_ref = _order(refs, len(inputs), len(outputs))
-        by_name = dict(zip([*inputs, *outputs], refs, strict=True))
+        # References come in the order of the call, then those of the outputs.
+        layer_ref, counters_ref = refs[len(inputs) : len(inputs) + 2]
+        by_name = dict(zip(inputs, refs, strict=False)) | dict(zip(outputs, refs[len(inputs) + 2 :], strict=True))
         x_smem, w_smem, staged = scratch["x_smem"], scratch["w_smem"], scratch["staged"]
         ready, free, met = scratch["ready"], scratch["free"], scratch["met"]
         program = lax.axis_index("program")
@@ -258,7 +259,7 @@ def run_chain(
             for number, piece in enumerate(work):
                 if isinstance(piece, AddNorm):
                     continue
-                first_unit = 0
+                first_unit: Any = 0
                 if number:
                     first_unit = jnp.minimum(mine(piece), 1)
 
@@ -303,12 +304,6 @@ def _gated(work: Sequence[Matmul | AddNorm]) -> set[str]:
     return {piece.weights for piece in work if isinstance(piece, Matmul) and piece.gated}
 
 
-def _order(refs: Sequence[Any], inputs: int, outputs: int) -> list[Any]:
-    """The kernel's references: inputs, outputs, then layer and counters, which are passed between the two."""
-    assert len(refs) == inputs + 2 + outputs
-    return [*refs[:inputs], *refs[inputs + 2 :], *refs[inputs : inputs + 2]]
-
-
 def _add_norm_row(piece: AddNorm, refs: dict[str, Any], row: Any) -> None:
     """One row, by one warpgroup."""
     x_ref, parts_ref = refs[piece.x], refs[piece.parts]
@@ -316,7 +311,7 @@ def _add_norm_row(piece: AddNorm, refs: dict[str, Any], row: Any) -> None:
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=next(n for n in (8, 4, 2, 1) if size % (128 * n) == 0))
 
     def load(ref, *where):
-        return plgpu.load(ref.at[where] if where else ref, layout=layout).astype(jnp.float32)
+        return plgpu.load(ref.at[where] if where else ref, (), layout=layout).astype(jnp.float32)
 
     values = load(x_ref, row)
     added = load(parts_ref, 0, row)

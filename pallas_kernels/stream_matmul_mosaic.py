@@ -2,8 +2,7 @@
 
 A program computes all tokens against `128 * column_groups` columns, over one share of the contracted axis: a warpgroup
 that only issues TMA copies feeds a ring of weight and token tiles in shared memory; each compute warpgroup multiplies
-64 tokens with 128 of the columns. Weights pass through once, in the layout they are stored in. Programs of a cluster
-share their token tiles: each fetches a part of them for all.
+64 tokens with 128 of the columns. Weights pass through once, in the layout they are stored in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import overlap
 from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED
 
 KERNEL_NAME = "stream_matmul"
@@ -35,15 +33,11 @@ class MatmulConfig:
         column_groups: groups of 128 columns per program (gated: 64 columns of the gate and the same 64 of the other).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
-        cluster: programs of neighbouring columns that share token tiles: so often less the L2 has to deliver them.
-        ahead: weight tiles behind the ring that a program has fetched into the L2 while the kernel before still runs.
     """
 
     column_groups: int
     splits: int
     stages: int
-    cluster: int = 1
-    ahead: int = 0
 
 
 def smem_bytes(tokens: int, config: MatmulConfig) -> int:
@@ -56,10 +50,6 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> MatmulCon
     """What was fastest on an H200, see docs/kernels-matmul.md; `columns` of the result."""
     groups = columns // (COLUMNS // 2 if gated else COLUMNS)
     few = tokens <= 64
-    if tokens > 128:
-        # Twice the tokens fill the ring: fewer stages, and their way through the L2 is what has to be shared.
-        splits = 1 if gated else max(1, min(PROCESSORS // groups, MAX_SPLITS, depth // DEPTH))
-        return MatmulConfig(1, splits, 4, 2 if tokens % 16 == 0 else 1)
     if gated:
         # Few programs with wide tiles read the tokens less often, and half the multiprocessors saturate the memory.
         fits = [c for c in ((3, 2) if few else (2,)) if -(-groups // c) >= PROCESSORS * 0.45]
@@ -73,27 +63,15 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> MatmulCon
 def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | None = None) -> jax.Array:
     """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`.
 
-    Inside `overlap.overlapped()` w is read before the kernel that precedes this one has ended.
-
-    Raises ValueError for a config that does not fit shared memory, has fewer stages than it needs or splits a gated
-    product, and for a cluster whose programs cannot share the tokens evenly.
+    Raises ValueError for a config that does not fit shared memory or has fewer than two stages.
     """
     tokens, depth = x.shape
     columns = w.shape[-1]
     if config is None:
         config = make_config(tokens, depth, columns, gated)
-    early = overlap.active()
-    c, splits, stages, cluster = config.column_groups, config.splits, config.stages, config.cluster
-    least = max(2, -(-tokens // 64))  # each token tile leaves its result in a stage of its own
-    if stages < least or smem_bytes(tokens, config) > SMEM_LIMIT or (gated and splits > 1):
-        raise ValueError(
-            f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens, of which {least} "
-            "stages are the least"
-        )
-    if cluster > 1 and tokens % (8 * cluster):
-        raise ValueError(
-            f"the {cluster} programs of a cluster share token tiles by 8 rows: no multiple of {8 * cluster} is {tokens}"
-        )
+    if config.stages < 2 or smem_bytes(tokens, config) > SMEM_LIMIT or (gated and config.splits > 1):
+        raise ValueError(f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens")
+    c, splits, stages = config.column_groups, config.splits, config.stages
     width = COLUMNS // 2 if gated else COLUMNS
     groups = columns // width
     steps = depth // DEPTH
@@ -102,19 +80,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     halves = 2 if gated else 1
     w = w.reshape(depth, halves * columns)
 
-    # All kernels that overlap want the most shared memory: see `overlap.padding`.
-    padding = (
-        max(0, 200 * 1024 - smem_bytes(tokens, config))
-        if overlap.PAD and smem_bytes(tokens, config) > 114 * 1024
-        else 0
-    )
-
-    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done, pad=None):
-        overlap.begin(early, late=False)
-        program = lax.axis_index("columns")
-        if cluster > 1:
-            program = program * cluster + lax.axis_index("sharer")
-        first_group = program * c
+    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done):
+        first_group = lax.axis_index("columns") * c
         split = lax.axis_index("split")
         wg = lax.axis_index("wg")
         first, last = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
@@ -166,57 +133,30 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
         @pl.when(wg == warpgroups)
         def _copy():
 
-            def load_tokens(index):
+            def load(index, wait):
                 slot = lax.rem(index - first, stages)
+                if wait:
+                    plgpu.barrier_wait(free.at[slot])
+                entries = pl.ds(index * DEPTH, DEPTH)
                 for tile in range(token_tiles):
                     rows = min(64, tokens - tile * 64)
                     plgpu.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(tile * 64, rows), pl.ds(index * DEPTH, DEPTH)],
+                        x_ref.at[pl.ds(tile * 64, rows), entries],
                         x_smem.at[slot, tile, pl.ds(0, rows)],
                         ready.at[slot],
-                        collective_axes="sharer" if cluster > 1 else None,
                     )
-
-            def load_weights(index):
-                slot = lax.rem(index - first, stages)
                 for group in range(c):
                     for half in range(halves):
                         plgpu.copy_gmem_to_smem(
-                            w_ref.at[pl.ds(index * DEPTH, DEPTH), pl.ds(half * columns + column(group), width)],
+                            w_ref.at[entries, pl.ds(half * columns + column(group), width)],
                             w_smem.at[slot, group, half],
                             ready.at[slot],
                         )
 
-            def prefetch_weights(index):
-                for group in range(c):
-                    for half in range(halves):
-                        plgpu.async_prefetch(
-                            w_ref.at[pl.ds(index * DEPTH, DEPTH), pl.ds(half * columns + column(group), width)]
-                        )
-
-            def refill(index):
-                plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
-                load_tokens(index)
-                load_weights(index)
-
             filled = jnp.minimum(first + stages, last)
-            if early:
-                # The weights do not depend on the kernel before.
-                pl.loop(first, filled)(load_weights)
-                pl.loop(filled, jnp.minimum(filled + config.ahead, last))(prefetch_weights)
-                overlap.wait(early)
-                pl.loop(first, filled)(load_tokens)
-            else:
-
-                @pl.loop(first, filled)
-                def _fill(index):
-                    load_tokens(index)
-                    load_weights(index)
-
-            pl.loop(filled, last)(refill)
-            overlap.begin(early, late=True)
-            # The programs of a cluster arrive at each other's barriers: none may end before the last has arrived. Where
-            # there is no cluster nothing depends on this, but the interpreter wants every completed phase to be seen.
+            pl.loop(first, filled)(lambda index: load(index, False))
+            pl.loop(filled, last)(lambda index: load(index, True))
+            # Nothing depends on this; the interpreter wants every phase that completed to have been seen.
             pl.loop(jnp.maximum(first, last - stages), last)(
                 lambda index: plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
             )
@@ -226,21 +166,16 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
     return plgpu.kernel(
         body,
         out_type=out,
-        grid=(-(-groups // (c * cluster)), splits),
+        grid=(-(-groups // c), splits),
         grid_names=("columns", "split"),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("sharer",) if cluster > 1 else (),
         num_threads=warpgroups + 1,
         thread_name="wg",
-        scratch_types=({"pad": plgpu.SMEM((padding,), jnp.int8)} if padding else {})
-        | {
+        scratch_types={
             "x_smem": plgpu.SMEM((stages, token_tiles, 64, DEPTH), x.dtype, transforms=transforms),
             "w_smem": plgpu.SMEM((stages, c, halves, DEPTH, width), w.dtype, transforms=transforms),
             "ready": plgpu.Barrier(num_arrivals=token_tiles + c * halves, num_barriers=stages),
             "done": plgpu.Barrier(num_arrivals=warpgroups),
-            "free": plgpu.ClusterBarrier(collective_axes=("sharer",), num_arrivals=warpgroups, num_barriers=stages)
-            if cluster > 1
-            else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=GATED_KERNEL_NAME if gated else KERNEL_NAME,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, overlap
+from pallas_kernels import dispatch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -24,25 +24,20 @@ def kernel():
         yield stream_matmul_mosaic
 
 
-# Tokens that fill neither their tile nor the second one; columns that do not fill the last program or the last cluster;
-# splits of unequal length and more steps than stages; weights asked for before the tokens are there.
+# Tokens that fill neither their tile nor the second one; columns that do not fill the last program; splits of unequal
+# length and more steps than stages.
 @pytest.mark.parametrize(
-    ("tokens", "depth", "columns", "config", "early"),
-    [(24, 320, 384, (2, 2, 2), False), (72, 128, 128, (1, 1, 3), False), (80, 320, 384, (1, 2, 2, 2, 1), True)],
+    ("tokens", "depth", "columns", "config"), [(24, 320, 384, (2, 2, 2)), (72, 128, 128, (1, 1, 3))]
 )
 @pytest.mark.parametrize("gated", [False, True])
-def test_kernel_in_the_interpreter(kernel, monkeypatch, tokens, depth, columns, config, early, gated):
-    # The interpreter runs one kernel at a time and knows no launches that wait for each other.
-    monkeypatch.setattr(overlap, "begin", lambda early, late=None: None)
-    monkeypatch.setattr(overlap, "wait", lambda early: None)
+def test_kernel_in_the_interpreter(kernel, tokens, depth, columns, config, gated):
     config = kernel.MatmulConfig(*config)
     if gated:
-        config = kernel.MatmulConfig(config.column_groups + 1, 1, config.stages, config.cluster, config.ahead)
+        config = kernel.MatmulConfig(config.column_groups + 1, 1, config.stages)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(tokens, depth)), jnp.bfloat16)
     w = jnp.asarray(rng.normal(size=(depth, 2, columns) if gated else (depth, columns)) / depth**0.5, jnp.bfloat16)
-    with overlap.overlapped(early):
-        got = np.asarray(kernel.matmul(x, w, gated=gated, config=config), np.float64)
+    got = np.asarray(kernel.matmul(x, w, gated=gated, config=config), np.float64)
     product = np.einsum("te,e...->t...", np.asarray(x, np.float64), np.asarray(w, np.float64))
     if gated:
         wanted = np.asarray(jax.nn.silu(product[:, 0]) * product[:, 1])
