@@ -304,14 +304,14 @@ def _gated(work: Sequence[Matmul | AddNorm]) -> set[str]:
     return {piece.weights for piece in work if isinstance(piece, Matmul) and piece.gated}
 
 
-def _add_norm_row(piece: AddNorm, refs: dict[str, Any], row: Any) -> None:
+def _add_norm_row(piece, refs, row):
     """One row, by one warpgroup."""
     x_ref, parts_ref = refs[piece.x], refs[piece.parts]
     size, dtype = x_ref.shape[1], x_ref.dtype
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=next(n for n in (8, 4, 2, 1) if size % (128 * n) == 0))
 
     def load(ref, *where):
-        return plgpu.load(ref.at[where] if where else ref, (), layout=layout).astype(jnp.float32)
+        return plgpu.load(ref.at[where] if where else ref, layout=layout).astype(jnp.float32)
 
     values = load(x_ref, row)
     added = load(parts_ref, 0, row)
