@@ -2,8 +2,8 @@
 
 Random weights in real shapes, bfloat16, blocks of 32. The cache is filled with random K and V instead of a prefill: a
 step's time does not depend on what the entries say, and a 128K prompt need not be computed for every case. Two runs of
-one compiled program separate the steps of a block: with a threshold of 0 a block takes one denoising step, with 1 it
-takes 32; the difference is 31 later steps, the rest the first one.
+one compiled program separate the steps of a block: with a threshold of 0 a block takes one denoising step (or one a
+sub-block), with 1 it takes 32; the difference is later steps, the rest the first one.
 
 The dense program serves all contexts of a case: its cache has room for the longest, and a step takes the time of what
 it reads, not of what is allocated. The attention kernel cuts what is visible into as many parts at each of these
@@ -134,6 +134,15 @@ def compile_ahead(config: ModelConfig, batch: int, context: int, plan: Plan) -> 
     return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan)).compile()
 
 
+def split_times(one: float, few: int, many: float, more: int) -> BlockTime:
+    """Times of first and later forwards, from BLOCKS blocks in `one` seconds and `few` forwards, and again with `more`.
+
+    A block of a family with sub-blocks takes a step for each of these at the least, so the forwards are counted.
+    """
+    later = (many - one) / (more - few)
+    return BlockTime((one - (few - BLOCKS) * later) / BLOCKS, later)
+
+
 def measure(
     config: ModelConfig, params: Params, batch: int, context: int, plan: Plan,
     compiled: Callable[..., Rows] | None = None,
@@ -152,16 +161,15 @@ def measure_contexts(
     found = {}
     for context in contexts:
         taken: dict[float, list[float]] = {0.0: [], 1.0: []}
+        forwards: dict[float, int] = {}
         for threshold in (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
             rows = jax.block_until_ready(rewind(rows, np.int32(context), seeded=config.diffusion.seeded))
             began = time.perf_counter()
             rows = run(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False))
-            forwards = int(rows.batch_forwards)
+            forwards[threshold] = int(rows.batch_forwards)
             taken[threshold].append(time.perf_counter() - began)
-        # The last block is not committed: BLOCKS * (steps + 1) - 1 forwards, BLOCKS of them first ones.
         one, many = (float(np.median(times)) for times in (taken[0.0][1:], taken[1.0]))
-        later = (many - one) / (forwards - (2 * BLOCKS - 1))
-        found[context] = BlockTime((one - (BLOCKS - 1) * later) / BLOCKS, later)
+        found[context] = split_times(one, forwards[0.0], many, forwards[1.0])
     return found
 
 

@@ -12,12 +12,15 @@ head and head dim 128.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import itertools
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -151,6 +154,13 @@ class Scanned:
     nbytes: int
 
 
+def _yield_to_launches() -> None:
+    """Give way to other threads: the one that launches the GPU's work must not wait for a core."""
+    if sys.platform == "linux":  # where a thread has a niceness of its own
+        with contextlib.suppress(OSError):  # not allowed in some sandboxes; the scan is right either way
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 class Scanner:
     """A thread that scans, and as many that help it as there are cores.
 
@@ -168,7 +178,7 @@ class Scanner:
         self._stages: list[_Stage] = []
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
-        self._help = concurrent.futures.ThreadPoolExecutor(self._threads, "herald-scan-part")
+        self._help = concurrent.futures.ThreadPoolExecutor(self._threads, "herald-scan-part", _yield_to_launches)
 
     def submit(
         self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array

@@ -53,3 +53,10 @@ def test_what_a_step_must_move() -> None:
     small = mage.floor_of(config, 1, 4096, 4.2e12, 7.8e14)
     assert small == pytest.approx((15_136_811_008 + 4096 * 144 * 1024) / 4.2e12)
     assert mage.floor_of(config, 64, 1024, 4.2e12, 7.8e14) > step_flops(config, 64 * 32) / 7.8e14
+
+
+def test_forwards_are_counted_where_a_block_takes_more_than_one() -> None:
+    """Two blocks of 4 sub-blocks: 2 first forwards and 7 later ones, or 63."""
+    first, later = 3.0, 0.5
+    taken = mage.split_times(2 * first + 7 * later, 9, 2 * first + 63 * later, 65)
+    assert taken == mage.BlockTime(first, later)
