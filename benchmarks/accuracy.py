@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a round (default 64)")
     parser.add_argument("--minutes", type=float, help="begin no round that would not end in time (default: do all)")
     parser.add_argument("--replays", type=int, default=2, help="of each task and length, MAGE at 5 %% (default 2)")
-    parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 1)")
+    parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 2)")
     parser.add_argument("--herald", action="store_true", help="HERALD's plan too")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")

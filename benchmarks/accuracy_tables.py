@@ -6,13 +6,13 @@ made here too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.generated import replace_between, update
 from benchmarks.readme_table import RESULTS, ROOT, VERDICTS
 
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -127,26 +127,14 @@ def tables(folder: Path = RESULTS) -> str:
 
 def render(page: str, folder: Path = RESULTS) -> str:
     """The page's text with its tables brought up to date. Raises ValueError if the markers are missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{tables(folder)}{END}{after}"
+    return replace_between(page, BEGIN, END, tables(folder), page="page")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites docs/accuracy.md, or with --check compares it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy_tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if the page is out of date")
-    args = parser.parse_args(argv)
-    old = PAGE.read_text(encoding="utf-8")
-    new = render(old)
-    if args.check:
-        if new != old:
-            print("docs/accuracy.md is out of date; run python -m benchmarks.accuracy_tables", file=sys.stderr)
-        return int(new != old)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    return update(
+        argv, PAGE, render, name="docs/accuracy.md", module="benchmarks.accuracy_tables", description=__doc__ or ""
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, output_option, print_rows, row, write_results
+from benchmarks.generated import replace_between
 
 ROOT = Path(__file__).parent.parent
 DOC = ROOT / "docs" / "conversion.md"
@@ -303,11 +304,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def render(document: str, rows: Sequence[dict[str, Any]]) -> str:
     """The document with its measured part brought up to date. Raises ValueError if the markers are missing."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the document lacks the markers {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{table(rows)}{END}{after}"
+    return replace_between(document, BEGIN, END, table(rows), page="document")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

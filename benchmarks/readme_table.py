@@ -6,12 +6,13 @@ and the status is 1 if the README is out of date.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.generated import replace_between, update
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -51,26 +52,12 @@ def _line(report: dict[str, Any], row: dict[str, Any]) -> str:
 
 def render(readme: str, folder: Path = RESULTS) -> str:
     """The README's text with its table brought up to date. Raises ValueError if the markers are missing."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README lacks the markers {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{table(folder)}{END}{after}"
+    return replace_between(readme, BEGIN, END, table(folder), page="README")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites README.md, or with --check compares it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if the README is out of date")
-    args = parser.parse_args(argv)
-    old = README.read_text(encoding="utf-8")
-    new = render(old)
-    if args.check:
-        if new != old:
-            print("README.md is out of date; run python -m benchmarks.readme_table", file=sys.stderr)
-        return int(new != old)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    return update(argv, README, render, name="README.md", module="benchmarks.readme_table", description=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,7 @@ import herald_jax
 from convert.converter import convert
 from herald_jax import GenerateConfig, Mage, demo, evaluate
 
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.skipif(
-        not (demo.REFERENCE / "config.json").is_file(), reason="needs the trained model in herald_jax/reference"
-    ),
-]
+pytestmark = pytest.mark.once
 
 
 def test_files() -> None:
