@@ -269,7 +269,7 @@ def _splits(plan: Plan) -> int:
     def cost(splits):
         waves = -(-heads * plan.tiles * splits // PROCESSORS)
         latency = waves * -(-plan.kv_tiles // splits) * per_tile + 2.5 * (waves - 1)
-        partial_bytes = 4 * splits * rows * plan.head_dim if splits > 1 else 0
+        partial_bytes = splits * rows * row_bytes if splits > 1 else 0  # partial results are of q's dtype
         traffic = (entry_bytes + partial_bytes / 2) / 4.2e6
         end = 1.6 + partial_bytes / 6e6 + rows / 8192 if splits > 1 else 0.0
         return (latency**4 + traffic**4) ** 0.25 + end
