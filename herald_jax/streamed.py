@@ -66,9 +66,9 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def _chained(attend: Any) -> bool:
-    """Whether a layer takes the kernels of `layer_parts`, which must have the device to themselves."""
-    return CHAINED and not getattr(attend, "shares_device", False)
+def _chained(attend: Any, rows: int) -> bool:
+    """Whether a layer takes the kernels of `layer_parts`, for up to 128 tokens, which must have the device alone."""
+    return CHAINED and rows <= 128 and not getattr(attend, "shares_device", False)
 
 
 def begin(layers: Any, x: jax.Array, attend: Any) -> Stream:
@@ -78,7 +78,7 @@ def begin(layers: Any, x: jax.Array, attend: Any) -> Stream:
     counters = jnp.zeros((len(layers), COUNTERS), jnp.int32)
     kernel = layer.attn.out.kernel[...]
     attended = jax.ShapeDtypeStruct((x.shape[0], kernel.size // x.shape[1]), x.dtype)
-    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]), chained=_chained(attend))
+    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]), chained=_chained(attend, x.shape[0]))
     parts = jax.eval_shape(tail, attended, x, counters).parts
     return Stream(x, jnp.zeros(parts.shape, parts.dtype), counters)
 
@@ -103,7 +103,7 @@ def streamed_layer(
 
     norm = layer.attn_norm
     counters = stream.counters
-    chained = _chained(attend)
+    chained = _chained(attend, rows)
     if chained:
         x, projected, counters = layer_head(*stream[:2], norm.scale[...], qkv, counters, number, eps=norm.eps)
     else:

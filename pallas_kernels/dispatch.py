@@ -124,9 +124,9 @@ def stream_matmul_missing(x: Any, w: Any) -> str | None:
     tokens, depth = x.shape
     if x.dtype != w.dtype:
         return f"stream_matmul on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
-    if tokens % 8 or not 8 <= tokens <= 128:
+    if tokens % 8 or not 8 <= tokens <= 256:
         return (
-            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to 128, not {tokens}: its tiles come in "
+            f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to 256, not {tokens}: its tiles come in "
             "groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
         )
     if depth % 64 or w.shape[-1] % (64 if w.ndim == 3 else 128):

@@ -23,8 +23,8 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, implementation: str | None = No
 
     Rounding S summands costs about what rounding their sum does: each is smaller by the square root of S.
 
-    How many there are depends on the shapes, the implementation and `config` (`stream_matmul_mosaic.MatmulConfig`), and
-    never on values: the same program gives the same bits.
+    How many there are depends on the shapes, the implementation and `config` (`stream_matmul_mosaic.MatmulConfig`,
+    above 128 tokens `stream_matmul_wide.WideConfig`), and never on values: the same program gives the same bits.
 
     Raises:
       ValueError: shapes that do not fit.
@@ -49,12 +49,16 @@ def _run(x: jax.Array, w: jax.Array, plain: Any, implementation: str | None, con
     chosen = dispatch.select(implementation, lambda: dispatch.stream_matmul_missing(x, w))
     if chosen == "xla":
         return plain(x, w, splits=1)
-    from pallas_kernels import stream_matmul_mosaic  # Mosaic GPU is imported only where a kernel is built
+    # Mosaic GPU is imported only where a kernel is built.
+    if x.shape[0] > 128:
+        from pallas_kernels import stream_matmul_wide as module
+    else:
+        from pallas_kernels import stream_matmul_mosaic as module
 
     gated = w.ndim == 3
     if config is None:
-        config = stream_matmul_mosaic.make_config(x.shape[0], w.shape[0], w.shape[-1], gated)
-    kernel = functools.partial(stream_matmul_mosaic.matmul, gated=gated, config=config)
+        config = module.make_config(x.shape[0], w.shape[0], w.shape[-1], gated)
+    kernel = functools.partial(module.matmul, gated=gated, config=config)
     # Both forms of one program leave equally many partial sums.
     return dispatch.run(chosen, kernel, functools.partial(plain, splits=config.splits), x, w)
 

@@ -35,8 +35,9 @@ def assert_same(first: Any, second: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-# Tokens that fill no tile, one and a part, two; columns for less than one program of several groups; few, many steps.
-@pytest.mark.parametrize("tokens", [8, 40, 64, 72, 128])
+# Tokens that fill no tile, one and a part, up to four; columns for less than one program of several groups; few, many
+# steps.
+@pytest.mark.parametrize("tokens", [8, 40, 64, 72, 128, 136, 200, 256])
 @pytest.mark.parametrize(
     ("depth", "columns", "dtype"), [(64, 128, "bfloat16"), (832, 1152, "float16"), (4096, 4096, "bfloat16")]
 )
@@ -117,7 +118,7 @@ def test_heads_and_cache(dim: int, group: int, norm: bool, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 7])
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_forward_is_as_exact_as_the_ordinary_one(
     form: str, batch: int, chained: bool, monkeypatch: pytest.MonkeyPatch
@@ -131,7 +132,7 @@ def test_a_forward_is_as_exact_as_the_ordinary_one(
     exact = dataclasses.replace(config, dtype="float32")
     params = tiny.params(config)
     tokens = jax.random.randint(jax.random.key(0), (batch, 32), 0, 90)
-    start = jnp.asarray([100, 0, 57][:batch], jnp.int32)
+    start = jnp.asarray([100, 0, 57, 3, 224, 64, 200][:batch], jnp.int32)
     kv = DeviceKV(*arrays(5, *[(3, batch, config.num_kv_heads, 256, 128)] * 2))
 
     def run(config: ModelConfig, implementation: str | None) -> Any:

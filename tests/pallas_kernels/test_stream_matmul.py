@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_kernels import dispatch
+from pallas_kernels.attention_plan import SMEM_LIMIT
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
 
@@ -38,8 +39,9 @@ HALF = jnp.bfloat16
 REFUSALS = {
     "dtype": (OF((8, 64), jnp.float32), OF((64, 128), jnp.float32), "takes bfloat16 or float16"),
     "mixed": (OF((8, 64), HALF), OF((64, 128), jnp.float16), "arrays of one dtype"),
-    "tokens": (OF((12, 64), HALF), OF((64, 128), HALF), "a multiple of 8 tokens up to 128, not 12"),
-    "many": (OF((136, 64), HALF), OF((64, 128), HALF), "not 136"),
+    "tokens": (OF((12, 64), HALF), OF((64, 128), HALF), "a multiple of 8 tokens up to 256, not 12"),
+    "odd": (OF((129, 64), HALF), OF((64, 128), HALF), "a multiple of 8 tokens up to 256, not 129"),
+    "many": (OF((264, 64), HALF), OF((64, 128), HALF), "not 264"),
     "depth": (OF((8, 32), HALF), OF((32, 128), HALF), "tiles of 64 rows"),
     "columns": (OF((8, 64), HALF), OF((64, 192), HALF), "128 columns"),
 }
@@ -62,8 +64,48 @@ def lower_for_h100(f, *arguments):
         return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(dispatch.jax_version() < dispatch.MIN_JAX, reason="needs JAX 0.11: Mosaic GPU kernels")
-@pytest.mark.parametrize("tokens", [32, 72])
+needs_mosaic = pytest.mark.skipif(
+    dispatch.jax_version() < dispatch.MIN_JAX, reason="needs JAX 0.11: Mosaic GPU kernels"
+)
+
+
+@needs_mosaic
+def test_cuts_that_do_not_fit_many_tokens():
+    from pallas_kernels import stream_matmul_wide as wide
+
+    def check(sentence, tokens, columns, config, gated=False):
+        shape = (64, 2, columns) if gated else (64, columns)
+        with pytest.raises(ValueError, match=sentence):
+            jax.eval_shape(
+                functools.partial(wide.matmul, gated=gated, config=config), OF((tokens, 64), HALF), OF(shape, HALF)
+            )
+
+    check("128 or 192 columns", 256, 256, wide.WideConfig(256, 1, 4, 1))
+    check("no more than there are", 256, 128, wide.WideConfig(192, 1, 4, 1))
+    check("a gated product has 1 split", 256, 256, wide.WideConfig(128, 2, 4, 1), gated=True)
+    check("by 8 rows each: not 2 136 tokens", 136, 256, wide.WideConfig(128, 1, 4, 2))
+    check("129 to 256 tokens, not 128", 128, 256, wide.WideConfig(128, 1, 4, 1))
+    check("for 256 tokens, and needs at least 3 stages", 256, 256, wide.WideConfig(192, 1, 2, 1))
+    check("bytes of 232448", 256, 256, wide.WideConfig(192, 1, 5, 1))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("tokens", [136, 192, 256])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 128), (1536, 2048), (4096, 12288), (18944, 3584)])
+def test_chosen_cuts_fit(tokens, gated, depth, columns):
+    from pallas_kernels import stream_matmul_wide as wide
+
+    config = wide.make_config(tokens, depth, columns, gated)
+    assert wide.smem_bytes(tokens, config) <= SMEM_LIMIT
+    assert config.stages >= 4
+    assert tokens % (8 * config.cluster) == 0
+    assert config.splits <= (1 if gated else depth // 64)
+    assert config.columns <= columns * (1 + gated)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("tokens", [32, 72, 136, 256])
 def test_lowers_for_an_h100(tokens):
     """With the tiles of real layers; by default the kernel, whose partial sums the plain form leaves as many of."""
 
@@ -73,5 +115,5 @@ def test_lowers_for_an_h100(tokens):
     shapes = OF((tokens, 4096), HALF), OF((4096, 6144), HALF), OF((4096, 2, 12288), HALF)
     text = lower_for_h100(both, *shapes)
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2
-    splits = {32: 5, 72: 2}[tokens]
+    splits = {32: 5, 72: 2, 136: 4, 256: 4}[tokens]
     assert f"tensor<{splits}x{tokens}x6144xbf16>" in text

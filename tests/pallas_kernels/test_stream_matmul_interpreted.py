@@ -34,6 +34,27 @@ def test_kernel_in_the_interpreter(kernel, tokens, depth, columns, config, gated
     config = kernel.MatmulConfig(*config)
     if gated:
         config = kernel.MatmulConfig(config.column_groups + 1, 1, config.stages)
+    check(kernel, tokens, depth, columns, config, gated)
+
+
+# More than 128 tokens: of the second warpgroup one tile or two; columns that the last program shares with the one
+# before; halves of 96 columns; two programs that share tokens.
+@pytest.mark.parametrize(
+    ("tokens", "depth", "columns", "config", "gated"),
+    [
+        (136, 320, 320, (192, 2, 3, 1), False),
+        (136, 192, 160, (192, 1, 2, 1), True),
+        (256, 192, 256, (128, 1, 3, 2), False),
+    ],
+)
+def test_many_tokens_in_the_interpreter(kernel, tokens, depth, columns, config, gated):
+    from pallas_kernels import stream_matmul_wide
+
+    check(stream_matmul_wide, tokens, depth, columns, stream_matmul_wide.WideConfig(*config), gated)
+
+
+def check(kernel, tokens, depth, columns, config, gated):
+    """The kernel's product of random numbers, beside one in float64."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(tokens, depth)), jnp.bfloat16)
     w = jnp.asarray(rng.normal(size=(depth, 2, columns) if gated else (depth, columns)) / depth**0.5, jnp.bfloat16)

@@ -1,0 +1,232 @@
+"""The matmul of `stream_matmul` for 129 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
+
+With so many tokens the tensor cores take longer than the memory does. So a program has a tile as large as the registers
+hold, all tokens against 128 or 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
+tokens' accumulators and goes through the contracted axis, fed by one that only issues TMA copies. Weights pass through
+once. The two programs of a cluster fetch the tokens once for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED
+from pallas_kernels.stream_matmul_mosaic import DEPTH, GATED_KERNEL_NAME, KERNEL_NAME, MAX_SPLITS
+
+WARPGROUPS = 2
+ROWS = 128  # tokens per compute warpgroup
+COLUMNS = (128, 192)  # per program: 128 or 192 registers of accumulators per thread
+
+
+@dataclasses.dataclass(frozen=True)
+class WideConfig:
+    """How the work is cut.
+
+    Attributes:
+        columns: of the weights per program, 128 or 192 (gated: half of them gate).
+        splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
+        stages: tiles in flight per program.
+        cluster: programs of neighbouring columns that share token tiles, 1 or 2: so often less the L2 delivers them.
+    """
+
+    columns: int
+    splits: int
+    stages: int
+    cluster: int
+
+
+def padded(tokens: int) -> int:
+    """Tokens up to whole tiles of 64."""
+    return -(-tokens // 64) * 64
+
+
+def smem_bytes(tokens: int, config: WideConfig) -> int:
+    """Shared memory of a program."""
+    return config.stages * DEPTH * 2 * (config.columns + padded(tokens)) + SMEM_RESERVED
+
+
+def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfig:
+    """The cut that is expected to finish soonest; `columns` of the result. Figures: docs/kernels-matmul.md."""
+    steps = depth // DEPTH
+
+    def programs(width: int) -> int:
+        return -(-columns // (width // 2 if gated else width))
+
+    def cost(choice: tuple[int, int]) -> float:
+        """Microseconds on an H200, in proportion."""
+        width, splits = choice
+        waves = -(-programs(width) * splits // PROCESSORS)
+        busy = waves * (2 + -(-steps // splits) * width * DEPTH * padded(tokens) * 2 / 6.1e6)
+        return busy + (splits * tokens * columns * 4 / 4e6 if splits > 1 else 0)
+
+    widths = [width for width in COLUMNS if width <= columns * (2 if gated else 1)]
+    most = 1 if gated else min(MAX_SPLITS, steps)
+    width, splits = min(((w, s) for w in widths for s in range(1, most + 1)), key=cost)
+    shared = programs(width) > 1 and tokens % 16 == 0
+    stages = next(n for n in (6, 5, 4) if smem_bytes(tokens, WideConfig(width, splits, n, 1)) <= SMEM_LIMIT)
+    return WideConfig(width, splits, stages, 2 if shared else 1)
+
+
+def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None = None) -> jax.Array:
+    """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`. T from 129 to 256.
+
+    Raises ValueError for a config that does not fit the problem or shared memory.
+    """
+    tokens, depth = x.shape
+    columns = w.shape[-1]
+    if config is None:
+        config = make_config(tokens, depth, columns, gated)
+    c, splits, stages, cluster = config.columns, config.splits, config.stages, config.cluster
+    width = c // 2 if gated else c
+    _check(config, tokens, columns, width, gated)
+    programs = -(-columns // width)
+    steps = depth // DEPTH
+    halves = 2 if gated else 1
+    # Halves of 96 columns are whole rows of the narrower swizzle only.
+    piece = 32 if width % 64 else 64
+    pieces = DEPTH // piece
+    w = w.reshape(depth, -1)
+    dtype = x.dtype
+
+    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free):
+        program = lax.axis_index("columns")
+        if cluster > 1:
+            program = program * cluster + lax.axis_index("sharer")
+        # The last programs overlap where columns are no multiple of theirs: they write the same values.
+        column = jnp.minimum(program * width, columns - width)
+        split = lax.axis_index("split")
+        wg = lax.axis_index("wg")
+        first, last = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
+
+        def compute(start: int, rows: int) -> None:
+            """All of the work of a warpgroup with tokens `start` to `start + rows`."""
+
+            def accumulate(*accumulators):
+                def multiply(index):
+                    slot = lax.rem(index - first, stages)
+                    plgpu.barrier_wait(ready.at[slot])
+                    for half, acc in enumerate(accumulators):
+                        for i in range(pieces):
+                            entries = pl.ds(i * piece, piece)
+                            plgpu.wgmma(acc, x_smem.at[slot, i, pl.ds(start, rows)], w_smem.at[slot, half, entries])
+
+                def release(index):
+                    plgpu.barrier_arrive(free.at[lax.rem(index - first, stages)])
+
+                # The tensor cores have the next step's matmuls before those of one are waited for.
+                def step(index, _):
+                    multiply(index)
+                    plgpu.wgmma_wait(halves * pieces)
+                    pl.when(index > first)(lambda: release(index - 1))
+
+                lax.fori_loop(first, last, step, None)
+                plgpu.wgmma_wait(0)
+                release(last - 1)
+                return tuple(acc[...] for acc in accumulators)
+
+            sums = pl.run_scoped(accumulate, *([plgpu.ACC((rows, width), jnp.float32)] * halves))
+            if gated:
+                gate, up = sums
+                values = gate / (1 + jnp.exp(-gate)) * up
+            else:
+                [values] = sums
+            values = values.astype(dtype)
+            # No other warpgroup reads these tokens' part of the ring, and all that was asked for has come.
+            to = out_ref if gated else out_ref.at[split]
+            count = min(rows, tokens - start)
+            for number in range(width // piece):
+                slot, i = divmod(number, pieces)
+                x_smem[slot, i, start : start + rows] = values[:, number * piece : (number + 1) * piece]
+            plgpu.commit_smem()
+            for number in range(width // piece):
+                slot, i = divmod(number, pieces)
+                plgpu.copy_smem_to_gmem(
+                    x_smem.at[slot, i, pl.ds(start, count)],
+                    to.at[pl.ds(start, count), pl.ds(column + number * piece, piece)],
+                )
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
+
+        for number in range(WARPGROUPS):
+
+            @pl.when(wg == number)
+            def _compute(number=number):
+                plgpu.set_max_registers(232, action="increase")
+                compute(number * ROWS, min(ROWS, padded(tokens) - number * ROWS))
+
+        @pl.when(wg == WARPGROUPS)
+        def _copy():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load(index, wait):
+                slot = lax.rem(index - first, stages)
+                if wait:
+                    plgpu.barrier_wait(free.at[slot])
+                for half in range(halves):
+                    plgpu.copy_gmem_to_smem(
+                        w_ref.at[pl.ds(index * DEPTH, DEPTH), pl.ds(half * columns + column, width)],
+                        w_smem.at[slot, half],
+                        ready.at[slot],
+                    )
+                for i in range(pieces):
+                    plgpu.copy_gmem_to_smem(
+                        x_ref.at[:, pl.ds(index * DEPTH + i * piece, piece)],
+                        x_smem.at[slot, i, pl.ds(0, tokens)],
+                        ready.at[slot],
+                        collective_axes="sharer" if cluster > 1 else None,
+                    )
+
+            filled = jnp.minimum(first + stages, last)
+            pl.loop(first, filled)(lambda index: load(index, False))
+            pl.loop(filled, last)(lambda index: load(index, True))
+            # The programs of a cluster arrive at each other's barriers: none may end before the last has arrived.
+            # Without a cluster nothing depends on this, but the interpreter wants every completed phase to be seen.
+            pl.loop(jnp.maximum(first, last - stages), last)(
+                lambda index: plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
+            )
+
+    transforms = (plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(2 * piece))
+    if cluster > 1:
+        free = plgpu.ClusterBarrier(collective_axes=("sharer",), num_arrivals=WARPGROUPS, num_barriers=stages)
+    else:
+        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, columns) if gated else (splits, tokens, columns), dtype),
+        grid=(-(-programs // cluster), splits),
+        grid_names=("columns", "split"),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("sharer",) if cluster > 1 else (),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types={
+            "x_smem": plgpu.SMEM((stages, pieces, padded(tokens), piece), dtype, transforms=transforms),
+            "w_smem": plgpu.SMEM((stages, halves, DEPTH, width), w.dtype, transforms=transforms),
+            "ready": plgpu.Barrier(num_arrivals=halves + pieces, num_barriers=stages),
+            "free": free,
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=GATED_KERNEL_NAME if gated else KERNEL_NAME,
+    )(x, w)
+
+
+def _check(config: WideConfig, tokens: int, columns: int, width: int, gated: bool) -> None:
+    if config.columns not in COLUMNS or width > columns:
+        raise ValueError(f"a program has 128 or 192 columns, and no more than there are: not {config} for {columns}")
+    if config.splits < 1 or (gated and config.splits > 1):
+        raise ValueError(f"a gated product has 1 split, any other at least 1: not {config.splits}")
+    if config.cluster not in (1, 2) or tokens % (8 * config.cluster):
+        raise ValueError(f"1 or 2 programs share token tiles, by 8 rows each: not {config.cluster} {tokens} tokens")
+    if not 128 < tokens <= WARPGROUPS * ROWS:
+        raise ValueError(f"the wide matmul takes 129 to {WARPGROUPS * ROWS} tokens, not {tokens}")
+    least = max(2, -(-width // 64))  # the result, 64 columns in each, lies in them before it leaves
+    if config.stages < least or smem_bytes(tokens, config) > SMEM_LIMIT:
+        raise ValueError(
+            f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens, and needs at "
+            f"least {least} stages"
+        )
