@@ -31,6 +31,8 @@ __all__ = [
     "device_slug",
     "device_time",
     "input_sets",
+    "merge_option",
+    "merge_results",
     "output_option",
     "print_rows",
     "rms_error",
@@ -102,7 +104,11 @@ def device_name() -> str:
 
 def device_slug() -> str:
     """The device's part of a results file's name: "h200" for "NVIDIA H200"."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name().lower().removeprefix("nvidia ")).strip("-")
+    return _slug(device_name())
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia ")).strip("-")
 
 
 @functools.cache
@@ -131,17 +137,6 @@ def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None =
     Rows replace those of the same group (the id up to its first slash) in an existing file. Rows of groups that did not
     run this time stay, and carry the commit and date that they came from.
     """
-    rows = list(rows)
-    folder = RESULTS if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{benchmark}-{device_slug()}.json"
-    groups = {r["id"].split("/")[0] for r in rows}
-    kept = []
-    if path.exists():
-        old = json.loads(path.read_text())
-        origin = {"commit": old["commit"], "date": old["date"]}
-        kept = [{**r, **{k: r.get(k, v) for k, v in origin.items()}} for r in old["rows"]]
-        kept = [r for r in kept if r["id"].split("/")[0] not in groups]
     report = {
         "benchmark": benchmark,
         "device": device_name(),
@@ -149,12 +144,60 @@ def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None =
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
         "versions": versions(),
-        "rows": kept + rows,
     }
+    return _write(report, list(rows), folder)
+
+
+def _write(report: dict[str, Any], rows: list[dict[str, Any]], folder: Path | None) -> Path:
+    folder = RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report['benchmark']}-{_slug(report['device'])}.json"
+    groups = {r["id"].split("/")[0] for r in rows}
+    kept = []
+    if path.exists():
+        old = json.loads(path.read_text())
+        origin = {"commit": old["commit"], "date": old["date"]}
+        kept = [{**r, **{k: r.get(k, v) for k, v in origin.items()}} for r in old["rows"]]
+        kept = [r for r in kept if r["id"].split("/")[0] not in groups]
     lines = json.dumps({**report, "rows": []}, indent=1)
-    body = ",\n".join("  " + json.dumps(r) for r in report["rows"])
+    body = ",\n".join("  " + json.dumps(r) for r in kept + rows)
     path.write_text(lines.replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
     return path
+
+
+def merge_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--merge FILES`, for `merge_results`."""
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE",
+        help="measure nothing: join the rows of these results files, parts of one run",
+    )  # fmt: skip
+
+
+def merge_results(
+    benchmark: str,
+    paths: Sequence[Path],
+    finish: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    *,
+    folder: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Writes what `write_results` does, with `finish(rows)` of all rows of `paths`; returns these rows. Needs no GPU.
+
+    The command is all their commands, the rest of the head the first one's. Raises SystemExit where the files are not
+    of one benchmark, device, commit and set of versions, or where two have a row of one id.
+    """
+    reports = [json.loads(path.read_text()) for path in paths]
+    alike = {key: reports[0][key] for key in ("device", "commit", "versions")} | {"benchmark": benchmark}
+    for path, report in zip(paths, reports, strict=True):
+        for key, wanted in alike.items():
+            if report[key] != wanted:
+                raise SystemExit(f"error: {path} has {key} {report[key]!r}, not {wanted!r}: not a part of the same run")
+    rows = finish([row for report in reports for row in report["rows"]])
+    ids = [row["id"] for row in rows]
+    if twice := sorted({id for id in ids if ids.count(id) > 1}):
+        raise SystemExit(f"error: the files to merge have {', '.join(twice)} more than once; give each case to one run")
+    command = " && ".join(report["command"] for report in reports)
+    _write({**reports[0], "command": command}, rows, folder)
+    return rows
 
 
 def _module_name() -> str:

@@ -1,9 +1,7 @@
 """`python -m benchmarks.mage`: time per step and per block of the MAGE plan, beside the dense plan and the floor.
 
-Random weights in real shapes, bfloat16, blocks of 32. The cache is filled with random K and V instead of a prefill: a
-step's time does not depend on what the entries say, and a 128K prompt need not be computed for every case. Two runs of
-one compiled program separate the steps of a block: with a threshold of 0 a block takes one denoising step (or one a
-sub-block), with 1 it takes 32; the difference is later steps, the rest the first one.
+Random weights in real shapes, bfloat16, blocks of 32; `benchmarks.block_times` says how a first step is told from later
+ones and from the call.
 
 The dense program serves all contexts of a case: its cache has room for the longest, and a step takes the time of what
 it reads, not of what is allocated. The attention kernel cuts what is visible into as many parts at each of these
@@ -11,7 +9,8 @@ lengths, but for one row of Fast-dLLM v2 1.5B at 128K (33, not 32). The sparse p
 importance, choice and pool do take the time of their sizes.
 
 All programs of a case are compiled before its arrays are made. With `--side-by-side` each case compiles in a process of
-its own, all at once, and they measure one after the other (`benchmarks.turns`).
+its own, all at once, and they measure one after the other (`benchmarks.turns`). On several GPUs run some of the cases
+on each, with an `--out` of its own; `--merge FILES` joins what they wrote.
 
 The floor of a step is the bytes it must read (weights once; the pool, or for a dense step the whole cache, once) over
 the measured copy bandwidth, or its matmuls at the measured rate where that takes longer.
@@ -20,13 +19,11 @@ the measured copy bandwidth, or its matmuls at the measured rate where that take
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,141 +33,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common
+from benchmarks.block_times import BLOCKS, GREEDY, BlockTime, compile_ahead, measure, measure_contexts
 from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
 from benchmarks.turns import Turns, run_side_by_side
-from herald_jax import Dense, Mage, ModelConfig, Threshold, select
-from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
+from herald_jax import Dense, Mage, ModelConfig, select
 from herald_jax.cache import DeviceKV
-from herald_jax.denoise import Sampling, predict
+from herald_jax.denoise import predict
 from herald_jax.generate import capacity_for
-from herald_jax.mage import MageKV
-from herald_jax.model import Params, bind, init_params, param_specs, unflatten
-from herald_jax.plans import Plan
+from herald_jax.model import Params, bind, init_params, param_specs
 from herald_jax.prefill import prefill
 
 CASES = [
-    ("sdar8b", 1), ("sdar8b", 4), ("fdv2_7b", 1), ("fdv2_7b", 4), ("sdar1.7b", 1), ("fdv2_1.5b", 1), ("fdv2_1.5b", 8),
+    ("sdar8b", 4), ("sdar8b", 1), ("sdar8b", 8), ("sdar1.7b", 1), ("sdar1.7b", 4), ("sdar1.7b", 8),
+    ("fdv2_1.5b", 8), ("fdv2_1.5b", 1), ("fdv2_1.5b", 4), ("fdv2_7b", 1), ("fdv2_7b", 4), ("fdv2_7b", 8),
 ]  # fmt: skip
 CONTEXTS = (16, 32, 64, 128)
-BLOCKS = 2
-_GREEDY = Sampling.of(0.0, 0, 1.0)
-_NO_STOPS = np.array([-1], np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockTime:
-    """Seconds of a block's first forward and of each later one."""
-
-    first: float
-    later: float
-
-    def block(self, steps: int = 32) -> float:
-        """A block of `steps` denoising steps and its commit."""
-        return self.first + steps * self.later
-
-
-def random_cache(config: ModelConfig, batch: int, capacity: int) -> DeviceKV:
-    """A cache full of random entries, made layer by layer: no second copy, no float32 one."""
-    empty = DeviceKV.empty(config, batch, capacity)
-    return DeviceKV(_fill(empty.k, jax.random.key(1)), _fill(empty.v, jax.random.key(2)))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill(x: jax.Array, key: jax.Array) -> jax.Array:
-    def one(layer: jax.Array, x: jax.Array) -> jax.Array:
-        values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
-        return jax.lax.dynamic_update_index_in_dim(x, values, layer, 0)
-
-    return jax.lax.fori_loop(0, x.shape[0], one, x)
-
-
-def start(
-    config: ModelConfig, params: Params, batch: int, context: int, plan: Plan, capacity: int | None = None
-) -> tuple[Rows, LoopOptions]:
-    """Rows whose prompt of `context` tokens is in the cache already, with room for BLOCKS blocks.
-
-    `capacity`: slots of the cache, by default as many as `generate` would allocate.
-    """
-    block = config.diffusion.block_length
-    end = context + BLOCKS * block
-    capacity = capacity or capacity_for(end + block)
-    cache: DeviceKV | MageKV = random_cache(config, batch, capacity)
-    if isinstance(plan, Mage):
-        cache = MageKV.around(cache, plan, config, end, None)
-    options = LoopOptions(config, plan=plan)
-    full = np.full((batch,), context, np.int32)
-    rows = first_canvas(
-        params, cache, jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype)),
-        np.ones((batch, capacity), np.int32), full, full, full + BLOCKS * block, np.zeros((batch,), bool),
-        jax.random.split(jax.random.key(0), batch), _NO_STOPS, _GREEDY, options=options,
-    )  # fmt: skip
-    return rows, options
-
-
-@functools.partial(jax.jit, static_argnames="seeded", donate_argnames="rows")
-def rewind(rows: Rows, context: jax.Array, *, seeded: bool) -> Rows:
-    """Rows behind a prompt of `context` (i32 scalar) tokens that wrote nothing; the cache's contents do not matter."""
-    batch, block = rows.canvas.shape
-    zero, off = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), bool)
-    known = jnp.broadcast_to(jnp.arange(block)[None, :] < seeded, rows.known.shape)
-    return dataclasses.replace(
-        rows, prompt_length=zero + context, limit=zero + context + BLOCKS * block,
-        length=zero + context, ready=zero + context, done=off, step=zero, whole_block=off, fresh=off,
-        known=known, forwards=zero, commits=zero, blocks=zero, batch_forwards=jnp.zeros((), jnp.int32),
-    )  # fmt: skip
-
-
-def abstract_params(config: ModelConfig) -> Params:
-    """Shapes and dtypes of the parameters."""
-    specs = param_specs(config)
-    return unflatten({path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in specs.items()})
-
-
-def compile_ahead(config: ModelConfig, batch: int, context: int, plan: Plan) -> Callable[..., Rows]:
-    """The program of `measure`, compiled from shapes alone."""
-    params = abstract_params(config)
-    rows = jax.eval_shape(lambda params: start(config, params, batch, context, plan)[0], params)
-    arguments = (params, rows, Threshold(0.5), _GREEDY, _NO_STOPS, np.bool_(False))
-    return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan)).compile()
-
-
-def split_times(one: float, few: int, many: float, more: int) -> BlockTime:
-    """Times of first and later forwards, from BLOCKS blocks in `one` seconds and `few` forwards, and again with `more`.
-
-    A block of a family with sub-blocks takes a step for each of these at the least, so the forwards are counted.
-    """
-    later = (many - one) / (more - few)
-    return BlockTime((one - (few - BLOCKS) * later) / BLOCKS, later)
-
-
-def measure(
-    config: ModelConfig, params: Params, batch: int, context: int, plan: Plan,
-    compiled: Callable[..., Rows] | None = None,
-) -> BlockTime:  # fmt: skip
-    """Time BLOCKS blocks at one step and at 32 steps each; medians of three runs of each."""
-    return measure_contexts(config, params, batch, [context], plan, compiled)[context]
-
-
-def measure_contexts(
-    config: ModelConfig, params: Params, batch: int, contexts: Sequence[int], plan: Plan,
-    compiled: Callable[..., Rows] | None = None, capacity: int | None = None,
-) -> dict[int, BlockTime]:  # fmt: skip
-    """`measure` at several contexts, by one program with room for the longest: `compiled`, if it is there already."""
-    rows, options = start(config, params, batch, max(contexts), plan, capacity)
-    run = compiled or functools.partial(run_blocks, options=options)
-    found = {}
-    for context in contexts:
-        taken: dict[float, list[float]] = {0.0: [], 1.0: []}
-        forwards: dict[float, int] = {}
-        for threshold in (0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0):
-            rows = jax.block_until_ready(rewind(rows, np.int32(context), seeded=config.diffusion.seeded))
-            began = time.perf_counter()
-            rows = run(params, rows, Threshold(threshold), _GREEDY, _NO_STOPS, np.bool_(False))
-            forwards[threshold] = int(rows.batch_forwards)
-            taken[threshold].append(time.perf_counter() - began)
-        one, many = (float(np.median(times)) for times in (taken[0.0][1:], taken[1.0]))
-        found[context] = split_times(one, forwards[0.0], many, forwards[1.0])
-    return found
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
@@ -188,7 +65,7 @@ def _cudnn_steps(config: ModelConfig, params: Params, kv: Any, length: jax.Array
     def body(_: Any, tokens: jax.Array) -> jax.Array:
         positions = length[:, None] - block + jnp.arange(block)[None, :]
         hidden, carry = model(tokens, positions, attend, jnp.zeros((), jnp.dtype(config.dtype)))
-        return predict(hidden + carry, model.head_kernel(), _GREEDY).token
+        return predict(hidden + carry, model.head_kernel(), GREEDY).token
 
     return jax.lax.fori_loop(0, steps, body, jnp.zeros((length.shape[0], block), jnp.int32))
 
@@ -252,6 +129,7 @@ def fits(config: ModelConfig, batch: int, context: int, plan: Mage, memory: floa
 
 # Issue 4's goals, by row id.
 GOALS = {
+    "dense_step/sdar8b/4k/b1/over_floor": "<=1.25",
     "sparse_step/sdar8b/128k/b4/over_floor": "<=1.25",
     "step_speedup/sdar8b/128k/b4": ">=4",
     "step_speedup/fdv2_1.5b/128k/b8": ">=4",
@@ -272,6 +150,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if values:
             found.append(common.row(id, worst(values), unit, goal=goal))
     return found
+
+
+def with_summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of cases, and one summary of all instead of those of the processes that measured them."""
+    summaries = {row["id"] for row in summary(rows)}
+    found = [row for row in rows if row["id"] not in summaries]
+    return found + summary(found)
 
 
 class Run:
@@ -303,18 +188,25 @@ class Run:
                 print(f"{name} b{batch} {thousands}k does not fit: {sizes}", flush=True)
         if not contexts:
             return
+        cases = [case.split(":") for case in self.options.dense.split(",")]
+        short = [1024 * int(thousands) for shape, rows, thousands in cases if (shape, int(rows)) == (name, batch)]
         where = f"{name} b{batch}"
         with self.turns.compiling(), ThreadPoolExecutor(3) as threads:
-            common.stage(f"{where}: compiling {1 + len(contexts)} programs")
+            common.stage(f"{where}: compiling {1 + len(contexts) + len(short)} programs")
             # While XLA compiles one, Python lowers the next.
             making = {context: threads.submit(compile_ahead, config, batch, context, plan) for context in contexts}
-            dense = threads.submit(compile_ahead, config, batch, max(contexts), Dense())
-            sparse = {context: made.result() for context, made in making.items()}
-            whole = dense.result()
-        self.turns.begin_measuring()
+            dense = {
+                context: threads.submit(compile_ahead, config, batch, context, Dense())
+                for context in (*short, max(contexts))
+            }
+            sparse, whole = ({at: made.result() for at, made in some.items()} for some in (making, dense))
+        common.stage(f"{where}: compiled")
+        self.turns.begin_measuring(max(bytes_needed(config, batch, context, plan) for context in contexts))
         common.stage(f"{where}: measuring")
         self._load(name)
-        times = measure_contexts(config, self.params, batch, contexts, Dense(), whole)
+        for context in short:
+            self._dense(name, batch, context, measure(config, self.params, batch, context, Dense(), whole[context]))
+        times = measure_contexts(config, self.params, batch, contexts, Dense(), whole[max(contexts)])
         common.stage(f"{where}: dense plan measured")
         for context in contexts:
             taken = measure(config, self.params, batch, context, plan, sparse[context])
@@ -342,8 +234,17 @@ class Run:
             self.rows.append(common.row(id, flops / seconds / self.rate, "", goal=">=0.45", detail=detail))
             print(id, self.rows[-1]["value"], detail, flush=True)
 
+    def _dense(self, name: str, batch: int, context: int, dense: BlockTime) -> None:
+        """The row of a dense step."""
+        floor = floor_of(SHAPES[name], batch, context, self.bandwidth, self.rate)
+        detail = {"step_ms": dense.later * 1e3, "floor_ms": floor * 1e3}
+        id = f"dense_step/{name}/{context // 1024}k/b{batch}/over_floor"
+        self.add(id, dense.later / floor, detail)
+        print(id, self.rows[-1]["value"], detail, flush=True)
+
     def _context(self, name: str, batch: int, context: int, dense: BlockTime, sparse: BlockTime) -> None:
         """The rows of one shape, batch and context."""
+        self._dense(name, batch, context, dense)
         config, plan, thousands = SHAPES[name], Mage(self.options.budget), context // 1024
         pool = select.selected_capacity(plan, context)
         whole = plan.dense_layers * context + (config.num_layers - plan.dense_layers) * min(pool, context)
@@ -355,6 +256,7 @@ class Run:
         detail = {
             "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
             "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
+            "dense_call_ms": dense.call * 1e3, "sparse_call_ms": sparse.call * 1e3,
             "dense_floor_ms": floors[0] * 1e3, "sparse_floor_ms": floors[1] * 1e3,
         }  # fmt: skip
         self.add(f"sparse_step/{where}/over_floor", sparse.later / floors[1], detail)
@@ -381,20 +283,14 @@ def side_by_side(options: argparse.Namespace) -> list[dict[str, Any]]:
         prefill -= own  # one process measures it
         arguments.append(
             ["--cases", case, "--contexts", options.contexts, "--budget", str(options.budget), "--cudnn",
-             options.cudnn, "--prefill", str(own)]
+             options.cudnn, "--dense", options.dense, "--prefill", str(own)]
         )  # fmt: skip
-
-    def cases_only(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The summaries of the processes give way to one of all."""
-        summaries = {row["id"] for row in summary(rows)}
-        found = [row for row in rows if row["id"] not in summaries]
-        return found + summary(found)
 
     def save(rows: list[dict[str, Any]]) -> None:
         if rows:
-            common.write_results("mage", cases_only(rows), folder=options.out)
+            common.write_results("mage", with_summary(rows), folder=options.out)
 
-    return cases_only(run_side_by_side("benchmarks.mage", arguments, save))
+    return with_summary(run_side_by_side("benchmarks.mage", arguments, save))
 
 
 def main() -> None:
@@ -403,11 +299,16 @@ def main() -> None:
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="in units of 1024 tokens")
     parser.add_argument("--budget", type=float, default=0.05)
     parser.add_argument("--cudnn", default="sdar8b:4:128", help="shape:batch:context cases to run on cudnn too")
+    parser.add_argument("--dense", default="sdar8b:1:4", help="likewise, cases of the dense plan alone")
     parser.add_argument("--prefill", type=int, default=32, help="prompt of the prefill row, in units of 1024 tokens")
     parser.add_argument("--side-by-side", action="store_true", help="compile the cases in a process each, all at once")
     parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)
+    common.merge_option(parser)
     common.output_option(parser)
     options = parser.parse_args()
+    if options.merge:
+        common.print_rows(common.merge_results("mage", options.merge, with_summary, folder=options.out))
+        return
 
     # Before JAX's first use: of the three quarters that JAX takes by default, 4 rows of 128K of an 8B need more.
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:

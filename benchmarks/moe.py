@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, herald
-from benchmarks.mage import abstract_params, compile_ahead, measure, random_cache
+from benchmarks.block_times import abstract_params, compile_ahead, measure, random_cache
+from benchmarks.mage import bytes_needed
 from benchmarks.shapes import SHAPES, step_weight_bytes
 from benchmarks.turns import Turns, run_side_by_side
 from herald_jax import Dense, Herald, Mage, ModelConfig, moe
@@ -227,8 +228,8 @@ class Run:
         getattr(self, part)(name)
         common.stage(f"{name} {part}: done")
 
-    def _load(self, name: str) -> Params:
-        self.turns.begin_measuring()
+    def _load(self, name: str, batch: int, context: int) -> Params:
+        self.turns.begin_measuring(bytes_needed(SHAPES[name], batch, context, Mage()))
         if self.loaded != name:
             self.params = {}  # free the last model before the next is made
             self.params, self.loaded = parameters(SHAPES[name]), name
@@ -242,7 +243,7 @@ class Run:
         with self.turns.compiling():
             programs = {batch: Steps(config, batch, max(contexts), self.options.steps) for batch in batches}
             common.stage(f"{name} steps: compiled")
-        params = self._load(name)
+        params = self._load(name, max(batches), max(contexts))
         bandwidth = common.copy_bandwidth()
         for batch, program in programs.items():
             self.add(expert_row(name, batch, params))
@@ -260,7 +261,7 @@ class Run:
         with self.turns.compiling():
             programs = [compile_ahead(config, batch, context, plan) for plan in plans]
             common.stage(f"{name} mage: compiled")
-        params = self._load(name)
+        params = self._load(name, batch, context)
         dense, sparse = (
             measure(config, params, batch, context, plan, program)
             for plan, program in zip(plans, programs, strict=True)
@@ -271,7 +272,9 @@ class Run:
 
     def herald(self, name: str) -> None:
         context, batch = 1024 * self.options.plan_context, self.options.plan_rows
-        self.add(herald_row(name, context, self.options.cap, batch, self._load(name)))
+        # On the device are the rows of the dense plan that the cap allows, or both pools, which are less.
+        params = self._load(name, batch // 4, context)
+        self.add(herald_row(name, context, self.options.cap, batch, params))
 
 
 def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -304,8 +307,12 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=48e9, help="bytes of device memory that both plans may use")
     parser.add_argument("--side-by-side", action="store_true", help="compile the parts in a process each, all at once")
     parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)
+    common.merge_option(parser)
     common.output_option(parser)
     options = parser.parse_args()
+    if options.merge:
+        common.print_rows(common.merge_results("moe", options.merge, folder=options.out))
+        return
 
     # Before JAX's first use: 16 rows of 64K need more than the three quarters of the card that JAX takes by default.
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:

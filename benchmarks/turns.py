@@ -19,6 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import jax
+import jax.numpy as jnp
+
 
 class Turns:
     """The lock of one process, which measures last of all. Without a file nothing is waited for."""
@@ -37,11 +40,17 @@ class Turns:
             fcntl.flock(file, fcntl.LOCK_SH)
             yield
 
-    def begin_measuring(self) -> None:
-        """Waits until this process alone may use the GPU, which it then has until it ends: JAX keeps memory it took."""
+    def begin_measuring(self, nbytes: float = 0) -> None:
+        """Waits until this process alone may use the GPU, which it then has until it ends: JAX keeps memory it took.
+
+        nbytes: what it will hold. JAX takes that much in one piece. Growing as arrays are made, it would take a power
+        of two for each of the large ones: 64 GiB for a K of 45, and then no room was left on the card for V.
+        """
         if self._path is not None and self._turn is None:
             self._turn = self._path.open("a")
             fcntl.flock(self._turn, fcntl.LOCK_EX)
+            mebibytes = int(nbytes / 2**20)
+            jax.block_until_ready(jnp.zeros((mebibytes, 2**20), jnp.uint8))  # freed at once, but kept by JAX
 
 
 def run_side_by_side(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import moe, shapes
-from benchmarks.mage import BlockTime
+from benchmarks.block_times import BlockTime
 from herald_jax.model import param_specs
 from tests.herald_jax.test_moe import MOE
 

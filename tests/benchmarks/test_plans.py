@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import mage
+from benchmarks import block_times, common, mage
 from benchmarks.shapes import SHAPES, step_flops, step_weight_bytes
 from herald_jax import Dense, Mage
 from herald_jax.model import init_params
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.once
 def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
     config = dataclasses.replace(tiny.FORMS[form], max_position_embeddings=512)
     params = init_params(config, jax.random.key(0))
-    taken = mage.measure(config, params, 2, 64, plan, mage.compile_ahead(config, 2, 64, plan))
+    taken = block_times.measure(config, params, 2, 64, plan, block_times.compile_ahead(config, 2, 64, plan))
     assert taken.block(32) == pytest.approx(taken.first + 32 * taken.later)
     assert taken.first + taken.later > 0  # one-step blocks took time; their parts may drown in noise here
 
@@ -29,11 +31,11 @@ def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
 def test_one_dense_program_serves_all_contexts() -> None:
     config = dataclasses.replace(tiny.FORMS["sdar"], max_position_embeddings=512, num_layers=1)
     params = init_params(config, jax.random.key(0))
-    before = mage.run_blocks._cache_size()
-    taken = mage.measure_contexts(config, params, 1, [32, 96], Dense())
+    before = block_times.run_blocks._cache_size()
+    taken = block_times.measure_contexts(config, params, 1, [32, 96], Dense())
     assert list(taken) == [32, 96]
     assert all(time.first + time.later > 0 for time in taken.values())
-    assert mage.run_blocks._cache_size() == before + 1
+    assert block_times.run_blocks._cache_size() == before + 1
 
 
 def test_memory_of_a_case() -> None:
@@ -55,8 +57,34 @@ def test_what_a_step_must_move() -> None:
     assert mage.floor_of(config, 64, 1024, 4.2e12, 7.8e14) > step_flops(config, 64 * 32) / 7.8e14
 
 
-def test_forwards_are_counted_where_a_block_takes_more_than_one() -> None:
-    """Two blocks of 4 sub-blocks: 2 first forwards and 7 later ones, or 63."""
-    first, later = 3.0, 0.5
-    taken = mage.split_times(2 * first + 7 * later, 9, 2 * first + 63 * later, 65)
-    assert taken == mage.BlockTime(first, later)
+def test_a_call_a_first_forward_and_later_ones_are_told_apart() -> None:
+    """Blocks of 4 sub-blocks, 3 to a call: a block has a first forward, 3 later ones and its commit, or 31 and it."""
+    assert block_times.BLOCKS == 3
+    call, first, later = 7.0, 3.0, 0.5
+    one, several = call + first + 3 * later, call + 3 * first + 11 * later
+    taken = block_times.split_times(
+        block_times.Taken(one, 4), block_times.Taken(several, 14), block_times.Taken(call + first + 31 * later, 32)
+    )
+    assert taken == block_times.BlockTime(first, later, call)
+
+
+def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
+    """Each part has a summary of its own; the whole has one of all. Parts of different runs are refused."""
+    paths = []
+    for name, value in (("a", 1.2), ("b", 1.3)):
+        rows = [common.row(f"sparse_step/{name}/64k/b1/over_floor", value, "x")]
+        paths.append(common.write_results("mage", rows + mage.summary(rows), folder=tmp_path / name))
+    merged = common.merge_results("mage", paths, mage.with_summary, folder=tmp_path)
+    assert [(row["id"], row["value"]) for row in merged] == [
+        ("sparse_step/a/64k/b1/over_floor", 1.2),
+        ("sparse_step/b/64k/b1/over_floor", 1.3),
+        ("sparse_step/all/worst_over_floor", 1.3),
+    ]
+    written = json.loads((tmp_path / paths[0].name).read_text())
+    assert written["rows"] == merged
+    assert written["command"].count(" && ") == 1
+    with pytest.raises(SystemExit, match="have sparse_step/a/64k/b1/over_floor more than once"):
+        common.merge_results("mage", [paths[0], paths[0]], mage.with_summary, folder=tmp_path)
+    paths[1].write_text(paths[1].read_text().replace(written["commit"], "another"))
+    with pytest.raises(SystemExit, match="has commit 'another', not .*: not a part of the same run"):
+        common.merge_results("mage", paths, folder=tmp_path)
