@@ -190,6 +190,7 @@ class Run:
             return
         cases = [case.split(":") for case in self.options.dense.split(",")]
         short = [1024 * int(thousands) for shape, rows, thousands in cases if (shape, int(rows)) == (name, batch)]
+        short = [context for context in short if context not in contexts]
         where = f"{name} b{batch}"
         with self.turns.compiling(), ThreadPoolExecutor(3) as threads:
             common.stage(f"{where}: compiling {1 + len(contexts) + len(short)} programs")
