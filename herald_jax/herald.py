@@ -1,11 +1,11 @@
 """The HERALD pipeline, host side: who works when, from prefill to the last block.
 
 Per block: `denoise` up to the drafting moment, `draft`, and while the worker thread scans the host's keys with the
-draft's queries, more `denoise` segments. When the scores are there, `finish` fills the spare pool beside the block's
+draft's queries, single steps (`advance`). When the scores are there, `finish` fills the spare pool beside the block's
 last steps. Then the block's K and V are appended to the host's cache, the pools change places, and the next block
 begins.
 
-Programs are dispatched ahead of their results: a segment that finds its block finished ends at once.
+While the CPU scans, steps are dispatched ahead of their results, so that the GPU never waits for a busy host.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from herald_jax.pooled import PooledKV
 from herald_jax.stats import OffloadStats
 
 _NEVER = 2**31 - 1
+_QUEUED = 2  # programs the device has before it while an earlier one is waited for: a scanning host is slow to react
 _MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
 _TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
 
@@ -147,9 +148,9 @@ class Pipeline:
         inside: deque[jax.Array] = deque()
         finished = False
         while not future.done() and not finished:
-            rows, more = self._denoise(rows, how, first=False, limit=self._plan.segment)
+            rows, more = offload.advance(self._params, rows, *how, steps=self._plan.segment, options=self._options)
             inside.append(more)
-            if len(inside) > 1:  # one segment stays queued, so that the device has work while this one is asked
+            if len(inside) > _QUEUED:
                 finished = not bool(inside.popleft())
         if finished:
             jax.block_until_ready(rows.step)

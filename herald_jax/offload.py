@@ -72,8 +72,6 @@ def _run(
     Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
     """
 
-    share = _plan(options).draft_at
-
     def going(state: tuple[jax.Array, Rows]) -> jax.Array:
         i, rows = state
         starting = first & (i == 0)
@@ -83,13 +81,26 @@ def _run(
     def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         i, rows = state
         waiting = (rows.step == 0) & ~(first & (i == 0))
-        rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
-        # A row that has just committed was drafted at the latest when its block was complete, a step before.
-        apart = waiting | (rows.step == 0)
-        cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, share)
-        return i + 1, dataclasses.replace(rows, cache=cache)
+        return i + 1, _one_step(model, rows, policy, sampling, stops, options, waiting)
 
     return jax.lax.while_loop(going, body, (jnp.int32(0), rows))[1]
+
+
+def _one_step(
+    model: Transformer,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    options: LoopOptions,
+    waiting: jax.Array,
+) -> Rows:
+    """A step of the rows that are not `waiting` bool[B], and the drafts of those that have come so far."""
+    rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
+    # A row that has just committed was drafted at the latest when its block was complete, a step before.
+    apart = waiting | (rows.step == 0)
+    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, _plan(options).draft_at)
+    return dataclasses.replace(rows, cache=cache)
 
 
 def _inside(rows: Rows) -> jax.Array:
@@ -120,6 +131,32 @@ def denoise(
     cache = dataclasses.replace(cache, committed=cache.committed & ~first, drafted=cache.drafted & ~first)
     rows = dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
     rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, limit, until_drafted)
+    return placed_rows(rows, options.mesh), _inside(rows)
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "options"), donate_argnames="rows")
+def advance(
+    params: Params,
+    rows: Rows,
+    policy: Policy,
+    sampling: Sampling,
+    stops: jax.Array,
+    *,
+    steps: int,
+    options: LoopOptions,
+) -> tuple[Rows, jax.Array]:
+    """`steps` further denoising steps of a block that has begun, for a device that must not wait for its host.
+
+    As `denoise` with that limit, and the same results. But a loop that may end early is driven by the host, step by
+    step: it waits for each step before it launches the next. This one has no such loop: the call returns at once, and
+    several of them can be queued. Steps after the last row has committed are carried out on nothing, and not counted.
+    """
+    model = bind(options.config, params)
+    for _ in range(steps):
+        going = _inside(rows)
+        after = _one_step(model, rows, policy, sampling, stops, options, waiting=rows.step == 0)
+        counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
+        rows = dataclasses.replace(after, batch_forwards=counted)
     return placed_rows(rows, options.mesh), _inside(rows)
 
 

@@ -140,7 +140,8 @@ class Herald:
       index_bits: 8 or 4, of each number in the index.
       split: share of the layers that "split" scores on the device.
       reuse: copy entries that the current pool holds already on the device instead of fetching them again (ours).
-      segment: denoising steps per program while a selection is awaited; the next pool is filled between two of them.
+      segment: denoising steps per program while a selection is awaited; the next pool is filled behind those that are
+        queued when the selection is there.
     """
 
     budget: float | int = 0.05
@@ -156,7 +157,7 @@ class Herald:
     index_bits: int = 8
     split: float = 0.5
     reuse: bool = True
-    segment: int = 4
+    segment: int = 1
 
     def __post_init__(self) -> None:
         _check_budget(self)

@@ -32,6 +32,7 @@ FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in (
 LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
 REQUEST = GenerateConfig(max_new_tokens=13, policy=Threshold(0.6), ignore_stop=True)
 SPARSE = Herald(0.3, min_budget=2)
+PROGRAMS = (offload.denoise, offload.advance, offload.draft, offload.finish, offload.turn)
 
 
 def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
@@ -103,6 +104,24 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
     assert moved.blocks > 0
     assert moved.scan_bytes > 0
     assert any("over PCIe" in line for line in stats.lines())
+
+
+def test_steps_queued_ahead_end_where_the_loop_ends():
+    """Also those that were queued in vain, after the last row has committed."""
+    with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
+        pipeline, how = run._pipeline, (REQUEST.policy, run._sampling, run._stops)
+        rows, more = pipeline._denoise(run._rows, how, first=True, until_drafted=True)
+        looped, _ = pipeline._denoise(jax.tree.map(jnp.copy, rows), how, first=False)
+        steps = 0
+        while more:
+            rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=run._options)
+            steps += 1
+        rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=run._options)
+        assert steps > 0
+        assert not more
+        apart = {"pool": None, "guess": None}  # scratch of a block that is over
+        states = [dataclasses.replace(x, key=None, cache=dataclasses.replace(x.cache, **apart)) for x in (rows, looped)]
+        jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_the_pool_holds_the_rows_of_the_host_cache_bit_for_bit():
@@ -257,7 +276,7 @@ def test_a_thousand_blocks_compile_nothing_and_leave_nothing_behind():
             run.advance(pause=True)
             if block in (20, 998):
                 gc.collect()
-                programs = sum(f._cache_size() for f in (offload.denoise, offload.draft, offload.finish, offload.turn))
+                programs = sum(f._cache_size() for f in PROGRAMS)
                 seen.append((len(jax.live_arrays()), threading.active_count(), programs))
         # The counters of what was moved wait on the device for `settle`: one small array per block.
         assert seen[1][1:] == seen[0][1:]
