@@ -135,8 +135,17 @@ class MageAttend:
         """Where a block's K and V go, as `DenseAttend.destination`; None where they go to two places."""
         if self.sparse and (self.role == "dense" or self.plan.measure):
             return None
-        kv, start = (cache.pool, cache.counts[layer]) if self.sparse else (cache.full, self.prefix)
+        kv, start = (cache.pool, self._entries(cache, layer)) if self.sparse else (cache.full, self.prefix)
         return Destination(kv.k, kv.v, jnp.asarray(layer, jnp.int32), start, tokens)
+
+    def _entries(self, cache: MageKV, layer: Any) -> jax.Array:
+        """i32[B], entries of the layer's pool before the block's.
+
+        Unless layers differ this is the same number in every layer of a part, so that a step computes it once.
+        """
+        if self.role == "dense":
+            return jnp.zeros_like(self.prefix)
+        return cache.counts[layer if self.plan.allocate == "layer_adaptive" else self.plan.dense_layers]
 
     def written(self, cache: MageKV, k: jax.Array, v: jax.Array) -> MageKV:
         """`cache` with the arrays that its `destination` has become."""
@@ -173,13 +182,13 @@ class MageAttend:
             cache = dataclasses.replace(cache, full=self._write(cache.full, layer, k, v, self.prefix))
         if self.sparse:
             # In dense layers too: `commit` takes the block's K and V of every layer from the pool.
-            pool = self._write(cache.pool, layer, k, v, cache.counts[layer])
+            pool = self._write(cache.pool, layer, k, v, self._entries(cache, layer))
             cache = dataclasses.replace(cache, pool=pool)
         elif not dense:
             out, cache = self._select(layer, folded, cache)
             return out.reshape(q.shape), cache
         if self.sparse and not dense:
-            seen = jnp.where(self.visible > 0, cache.counts[layer][:, None] + t, 0)
+            seen = jnp.where(self.visible > 0, self._entries(cache, layer)[:, None] + t, 0)
             out = self._attention(folded, cache.pool, seen, layer).out
             if measuring:
                 quality = self._measure(layer, folded, cache)
@@ -284,23 +293,22 @@ class MageAttend:
         else:
             indices = select.pick(plan, score, counts, prefix, capacity, self.implementation)
             out, indices = jax.lax.optimization_barrier((out, indices))
-        cache = dataclasses.replace(
-            cache, counts=cache.counts.at[layer].set(counts), indices=cache.indices.at[layer].set(indices)
-        )
+        cache = dataclasses.replace(cache, indices=cache.indices.at[layer].set(indices))
         if plan.selector == "oracle":
             # Its own attention is already the sparse one: the selection is made anew from every step's queries.
-            return self._over_pool(layer, q, indices, cache)
+            return self._over_pool(layer, q, indices, counts, cache)
         return out, cache
 
-    def _over_pool(self, layer: jax.Array, q: jax.Array, indices: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
-        """Attention of `q` over what this layer has just chosen, and the block's entries behind it."""
+    def _over_pool(
+        self, layer: jax.Array, q: jax.Array, indices: jax.Array, start: jax.Array, cache: MageKV
+    ) -> tuple[jax.Array, MageKV]:
+        """Attention of `q` over the `start` i32[B] entries this layer has just chosen, and the block's behind them."""
         t, full = q.shape[1], cache.full
 
         def block(x: jax.Array) -> jax.Array:  # the block as it lies in the whole cache, [B, T, K, D]
             one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=t, axis=1)
             return jnp.swapaxes(jax.vmap(one)(x[layer], self.prefix), 1, 2)
 
-        start = cache.counts[layer]
         k, v = gather_rows(
             full.k, full.v, indices, cache.pool.k, cache.pool.v, layer=layer, implementation=self.implementation
         )
@@ -315,16 +323,16 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
     All layers are gathered at once, here and not where they choose: nothing in the forward waits for the pool, and a
     gather that the next layer's write to the cache need not wait for would make XLA copy the whole cache.
     """
-    adaptive = plan.allocate == "layer_adaptive"
-    if plan.selector == "oracle":
-        return cache  # it has filled its pool layer by layer
-    counts = cache.counts
     capacity = cache.indices.shape[-1]
     first = plan.dense_layers
-    if adaptive:
+    if plan.allocate == "layer_adaptive":
         assert cache.need is not None  # `MageKV.around` made it
         budgets = select.layer_budgets(plan, jnp.max(cache.need[first:], axis=-1), prefix, capacity)
-        counts = counts.at[first:].set(budgets)
+    else:
+        budgets = select.budget_of(plan, prefix)[None, :]
+    counts = cache.counts.at[first:].set(budgets)
+    if plan.selector == "oracle":
+        return dataclasses.replace(cache, counts=counts)  # it has filled its pool layer by layer
 
     def local(cache: MageKV, counts: jax.Array, prefix: jax.Array) -> MageKV:
         indices, votes = cache.indices, cache.votes

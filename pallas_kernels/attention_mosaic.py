@@ -32,6 +32,7 @@ KERNEL_NAME = "block_attention"
 LOG2E = math.log2(math.e)
 # Where a row's running maximum starts: finite, so that a row that has seen nothing gives exp2(-inf - M) = 0, not NaN.
 LOWEST = -1e30
+PIN = True
 
 
 def attention_mosaic(
@@ -299,16 +300,17 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         weights = weights.astype(p.dtype)
         # Keeps the compiler from moving softmax arithmetic behind the barrier, into the other warpgroup's turn.
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
+        if PIN:
+            mosaic_inline.computed_here(e.longest, acc, weights)
+        if keep_weights is not None:
+            keep_weights(index, weights if kept is None else kept, new_top)
 
         take_turn()
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
         if masked:
             _zero_tail(v_tile, e.longest - start, p)
 
-        beside = None
-        if keep_weights is not None:
-            beside = functools.partial(keep_weights, index, weights if kept is None else kept, new_top)
-        acc = _add_matmul(acc, weights, v_tile, beside)
+        acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, v_tile))(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total
 
@@ -325,17 +327,6 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
     if p.ping_pong:
         pl.when(wg == 0)(take_turn)
     return carry
-
-
-def _add_matmul(acc, weights, v_tile, beside):
-    """acc `f32[64, D]` + weights `[64, n]` @ v_tile `[n, D]`, doing `beside()` while the tensor cores work."""
-
-    def accumulate(acc_ref):
-        plgpu.wgmma(acc_ref, weights, v_tile)
-        if beside is not None:
-            beside()
-
-    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 
 
 def _lse(top, total):

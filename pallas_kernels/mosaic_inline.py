@@ -62,9 +62,7 @@ def store_rows_wide(ref, values, rows):
                 _store_if(row, start, [utils.bitcast(_scalar(registers[0, half]), i32)])
                 continue
             start = _offset(base, arith.addi(arith.muli(row, utils.c(2 * values.shape[1], i32)), mine))
-            for i in range(0, len(registers), 4):
-                words = [utils.bitcast(block[half], i32) for block in registers[i : i + 4]]
-                _store_if(row, arith.addi(start, utils.c(16 * i, i64)), words)
+            _store_if(row, start, [utils.bitcast(block[half], i32) for block in registers])
 
     store(ref, values, rows)
 
@@ -75,10 +73,18 @@ def _offset(base, offset):
 
 
 def _store_if(condition, address, words):
-    """Stores 1 or 4 words at an i64 global address where the i32 condition is not negative."""
+    """Stores 1 word, or 4 at every 64th byte, from an i64 global address on where the i32 condition is not negative.
+
+    A branch, not predicated stores: four words must lie in registers side by side, where the matmul that reads them too
+    wants others, and only threads that store shall spend the moves.
+    """
     names = [f"${i + 2}" for i in range(len(words))]
-    kind, what = (".b32", names[0]) if len(words) == 1 else (f".v{len(words)}.b32", "{" + ", ".join(names) + "}")
-    code = f"{{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global{kind} [$0], {what}; }}"
+    if len(words) == 1:
+        stores = f"st.global.b32 [$0], {names[0]};"
+    else:
+        fours = [", ".join(names[i : i + 4]) for i in range(0, len(names), 4)]
+        stores = " ".join(f"st.global.v4.b32 [$0 + {64 * i}], {{{four}}};" for i, four in enumerate(fours))
+    code = f"{{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bra AFTER; {stores} AFTER: }}"
     constraints = ",".join(["l", *["r"] * (1 + len(words)), "~{memory}"])
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, [address, condition, *words], code, constraints, has_side_effects=True)
@@ -108,6 +114,29 @@ def store_each(ref, values, places):
         memref.store(_scalar(value), ref, [arith.index_cast(ir.IndexType.get(), _scalar(place))])
 
     store(ref, values, places)
+
+
+def computed_here(never, *arrays):
+    """Keeps the compiler from computing `arrays` later than here: behind a barrier, in another warpgroup's time.
+
+    never: an i32 scalar that the compiler cannot know to be at least 0, but is.
+    arrays: `[64, n]` in the WGMMA layout, 16 or 32 bits each.
+
+    Nothing in PTX's language says so, and ptxas moves plain arithmetic behind a barrier to where its result is used. But
+    what a branch may use has to be there before it: this one would store everything, and is never taken.
+    """
+    layouts = [plgpu.Layout.WGMMA] * len(arrays)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *layouts))
+    def use(_, never, *arrays):
+        words = [word for array in arrays for word in _words(array)]
+        stores = " ".join(f"st.volatile.shared.b32 [$0], ${i + 1};" for i in range(len(words)))
+        code = f"{{ .reg .pred p; setp.ge.s32 p, $0, 0; @p bra.uni NEVER; {stores} NEVER: }}"
+        constraints = ",".join(["r"] * (1 + len(words)))
+        nothing = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(nothing, [_scalar(never.registers.reshape(-1)[0]), *words], code, constraints, has_side_effects=True)
+
+    use(never, *arrays)
 
 
 def signal(counter):
@@ -147,6 +176,16 @@ def await_count(counter, count: int):
 def _asm(code, *pointers):
     constraints = ",".join([*["l"] * len(pointers), "~{memory}"])
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(pointers), code, constraints, has_side_effects=True)
+
+
+def _words(array):
+    """The registers of an array as i32 values."""
+    i32 = ir.IntegerType.get_signless(32)
+    for register in array.registers.reshape(-1):
+        kind = ir.VectorType(register.type)
+        count = kind.shape[0] * utils.bitwidth(kind.element_type) // 32
+        register = utils.bitcast(register, ir.VectorType.get((count,), i32))
+        yield from (vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count))
 
 
 def _scalar(register):
