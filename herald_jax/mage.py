@@ -2,7 +2,8 @@
 
 `MageKV` is the dense cache plus a pool: for every layer, row and KV head the selected entries lie next to each other,
 `[L, B, K, S, D]`, and the block's own K and V are written right behind them, so that a sparse step is the same kernel
-call as a dense one, over a shorter cache. Which entries are selected is `select.py`; when, is `block_loop.mage_blocks`.
+call as a dense one, over a shorter cache. Which entries are selected is `select.py`; when, is `block_loop.mage_blocks`;
+what the other entries still contribute, `rest.py`.
 
 Under a mesh each device selects and gathers for its own KV heads; nothing crosses devices.
 """
@@ -22,6 +23,7 @@ from herald_jax import select
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.plans import Mage
+from herald_jax.rest import Rest
 from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
 from pallas_kernels.fused_rows import Destination, write_kv
 
@@ -43,6 +45,7 @@ class MageKV:
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
       quality: f32[L, B, 2], recall and kept mass of the last sparse step in each layer, and `measured` f32[B, 3], their
         sums over layers and steps and the number of summands; None unless the plan measures.
+      rest: what the selection leaves out; None if the plan drops it.
     """
 
     full: DeviceKV
@@ -53,6 +56,7 @@ class MageKV:
     need: jax.Array | None
     quality: jax.Array | None
     measured: jax.Array | None
+    rest: Rest | None
 
     @classmethod
     def around(cls, full: DeviceKV, plan: Mage, config: ModelConfig, longest: int, mesh: Mesh | None) -> MageKV:
@@ -70,11 +74,12 @@ class MageKV:
         measured = jnp.zeros((batch, 3), jnp.float32) if plan.measure else None
         counts = jnp.zeros((layers, batch), jnp.int32)
         indices = jnp.full((layers, batch, heads, capacity), -1, jnp.int32)
-        return cls(full, pool, counts, indices, votes, need, quality, measured)
+        rest = Rest.empty(config, batch) if plan.keeps_rest else None
+        return cls(full, pool, counts, indices, votes, need, quality, measured, rest)
 
     @property
     def nbytes(self) -> int:
-        return self.full.nbytes + self.pool.nbytes
+        return self.full.nbytes + self.pool.nbytes + (0 if self.rest is None else self.rest.nbytes)
 
 
 def _specs(kv: MageKV) -> MageKV:
@@ -83,7 +88,8 @@ def _specs(kv: MageKV) -> MageKV:
     need = None if kv.need is None else P(None, "data", "model")
     quality = None if kv.quality is None else P(None, "data", None)
     measured = None if kv.measured is None else P("data", None)
-    return MageKV(both, both, P(None, "data"), _INDICES, votes, need, quality, measured)  # type: ignore[arg-type]
+    rest = None if kv.rest is None else Rest.specs()
+    return MageKV(both, both, P(None, "data"), _INDICES, votes, need, quality, measured, rest)  # type: ignore[arg-type]
 
 
 def placed(kv: MageKV, mesh: Mesh) -> MageKV:
@@ -94,7 +100,7 @@ def placed(kv: MageKV, mesh: Mesh) -> MageKV:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["prefix", "visible", "rows"],
+    data_fields=["prefix", "visible", "rows", "same"],
     meta_fields=["plan", "sparse", "mesh", "implementation", "role"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,7 @@ class MageAttend:
       sparse: False for the selecting forward (exact attention; fills the pool), True for the later ones.
       role: of the layer: "dense" always attends to everything, "sparse" selects, "reuse" takes the selection of the
         layer below ("tidal").
+      same: bool[B, M], which queries are fed what they were when the block selected; needed where `rest` is kept.
     """
 
     prefix: jax.Array
@@ -119,6 +126,7 @@ class MageAttend:
     mesh: Mesh | None = None
     implementation: Any = None
     role: Role = "sparse"
+    same: jax.Array | None = None
 
     def at(self, layer: int) -> MageAttend:
         """With the layer's part in the plan: all layers of one part share one trace."""
@@ -157,17 +165,19 @@ class MageAttend:
     ) -> tuple[jax.Array, MageKV]:
         """q `[B, T, K, G, D]`; k, v `[B, T, K, D]`. Returns the output, shaped like q, and the cache."""
 
-        def local(layer: Any, q: Any, k: Any, v: Any, cache: MageKV, prefix: Any, visible: Any, rows: Any) -> Any:
-            here = dataclasses.replace(self, prefix=prefix, visible=visible, rows=rows)
+        def local(layer: Any, q: Any, k: Any, v: Any, cache: MageKV, *state: Any) -> Any:
+            prefix, visible, rows, same = state
+            here = dataclasses.replace(self, prefix=prefix, visible=visible, rows=rows, same=same)
             return here._local(layer, q, k, v, cache)
 
-        args = (jnp.asarray(layer, jnp.int32), q, k, v, cache, self.prefix, self.visible, self.rows)
+        args = (jnp.asarray(layer, jnp.int32), q, k, v, cache, self.prefix, self.visible, self.rows, self.same)
         if self.mesh is None:
             return local(*args)
         heads = P("data", None, "model", None)
         queries = P("data", None, "model", None, None)
         rows = P("data", *(None,) * (self.rows.ndim - 1))
-        in_specs = (P(), queries, heads, heads, _specs(cache), P("data"), P("data", None), rows)
+        same = None if self.same is None else P("data", None)
+        in_specs = (P(), queries, heads, heads, _specs(cache), P("data"), P("data", None), rows, same)
         out_specs = (queries, _specs(cache))
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
@@ -189,7 +199,11 @@ class MageAttend:
             return out.reshape(q.shape), cache
         if self.sparse and not dense:
             seen = jnp.where(self.visible > 0, self._entries(cache, layer)[:, None] + t, 0)
-            out = self._attention(folded, cache.pool, seen, layer).out
+            result = self._attention(folded, cache.pool, seen, layer)
+            out = result.out
+            if cache.rest is not None:
+                assert self.same is not None  # `block_loop` gives it
+                out = cache.rest.joined(layer, out, result.lse, self.same)
             if measuring:
                 quality = self._measure(layer, folded, cache)
                 out, quality = jax.lax.optimization_barrier((out, quality))  # as in `_select`
@@ -261,7 +275,8 @@ class MageAttend:
         kv_heads, slots = full.k.shape[2:4]
         capacity = cache.indices.shape[-1]
         if plan.allocate == "layer_adaptive":
-            out = self._attention(q, full, self.visible, layer).out
+            result = self._attention(q, full, self.visible, layer)
+            out, cache = result.out, _noted(cache, layer, q, result)
             assert cache.votes is not None  # `around` made them
             assert cache.need is not None
             rows = select.chosen(self.rows, t)
@@ -277,9 +292,9 @@ class MageAttend:
 
         if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
             result = self._exact(layer, q, cache)
-            out, score = result.out, result.importance
+            score = result.importance
         else:
-            out, score = self._attention(q, full, self.visible, layer).out, None
+            result, score = self._attention(q, full, self.visible, layer), None
             if plan.selector == "quest":
                 score = select.page_bounds(plan, q, full.k[layer], select.chosen(self.rows, t), prefix)
             elif plan.selector == "random":
@@ -287,6 +302,7 @@ class MageAttend:
                 score = select.random_score(layer, prefix, first, kv_heads, slots)
             elif plan.selector == "recent":
                 score = select.recent_score(prefix, kv_heads, slots)
+        out, cache = result.out, _noted(cache, layer, q, result)
         counts = select.budget_of(plan, prefix)
         if score is None:
             indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
@@ -315,6 +331,22 @@ class MageAttend:
         pool = self._write(DeviceKV(k, v), layer, block(full.k), block(full.v), start)
         seen = jnp.where(self.visible > 0, start[:, None] + t, 0)
         return self._attention(q, pool, seen, layer).out, dataclasses.replace(cache, pool=pool)
+
+
+def _noted(cache: MageKV, layer: jax.Array, q: jax.Array, exact: Any) -> MageKV:
+    """With what `take_rest` will need of one layer's exact attention."""
+    if cache.rest is None:
+        return cache
+    return dataclasses.replace(cache, rest=cache.rest.noted(layer, q, exact.out, exact.lse))
+
+
+def unchanged(cache: MageKV, inputs: jax.Array, selecting: bool) -> tuple[MageKV, jax.Array | None]:
+    """Which of a forward's `inputs` i32[B, M] are those of the selecting one, bool[B, M]; that notes them itself."""
+    if cache.rest is None:
+        return cache, None
+    if selecting:
+        cache = dataclasses.replace(cache, rest=dataclasses.replace(cache.rest, inputs=inputs))
+    return cache, cache.rest.inputs == inputs  # type: ignore[union-attr]
 
 
 def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
@@ -346,7 +378,8 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
             indices = jax.lax.fori_loop(first, counts.shape[0], choose, indices)
         full, pool = cache.full, cache.pool
         filled = gather_rows(full.k, full.v, indices, pool.k, pool.v, implementation=implementation)
-        return dataclasses.replace(cache, pool=DeviceKV(*filled), counts=counts, indices=indices)
+        cache = dataclasses.replace(cache, pool=DeviceKV(*filled), counts=counts, indices=indices)
+        return cache if cache.rest is None else _take_rest(cache, plan, prefix, mesh, implementation)
 
     if mesh is None:
         return local(cache, counts, prefix)
@@ -354,6 +387,35 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=_specs(cache), check_vma=False)(
         cache, counts, prefix
     )
+
+
+def _take_rest(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
+    """With a filled pool: what each layer's queries found in neither the selection nor the block."""
+    assert cache.rest is not None
+    block = cache.rest.inputs.shape[1]
+    writes = implementation if mesh is None else "xla"
+
+    def of_block(x: jax.Array) -> jax.Array:  # [L, B, K, N, D] -> [L, B, M, K, D]
+        one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=2)
+        return jnp.swapaxes(jax.vmap(one, (1, 0), 1)(x, prefix), 2, 3)
+
+    k, v = of_block(cache.full.k), of_block(cache.full.v)
+
+    def one_layer(layer: jax.Array, state: tuple[DeviceKV, Rest]) -> tuple[DeviceKV, Rest]:
+        pool, rest = state
+        counts = cache.counts[layer]
+        pool = DeviceKV(
+            *write_kv(k[layer], v[layer], Destination(pool.k, pool.v, layer, counts, block), implementation=writes)
+        )
+        seen = counts[:, None] + block
+        found = block_attention(
+            rest.queries[layer], pool.k, pool.v, seen, layer=layer, implementation=implementation
+        )
+        return pool, rest.without(layer, found.out, found.lse, counts >= prefix)
+
+    layers = cache.counts.shape[0]
+    pool, rest = jax.lax.fori_loop(plan.dense_layers, layers, one_layer, (cache.pool, cache.rest))
+    return dataclasses.replace(cache, pool=pool, rest=rest)
 
 
 def add_measured(cache: MageKV, plan: Mage, prefix: jax.Array, counted: jax.Array) -> MageKV:
