@@ -32,7 +32,6 @@ KERNEL_NAME = "block_attention"
 LOG2E = math.log2(math.e)
 # Where a row's running maximum starts: finite, so that a row that has seen nothing gives exp2(-inf - M) = 0, not NaN.
 LOWEST = -1e30
-PIN = True
 
 
 def attention_mosaic(
@@ -298,9 +297,9 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         keeps_its_own = keep_weights is not None and p.dtype != jnp.bfloat16
         kept = weights.astype(jnp.bfloat16) if keeps_its_own else None
         weights = weights.astype(p.dtype)
-        # Keeps the compiler from moving softmax arithmetic behind the barrier, into the other warpgroup's turn.
+        # Both keep the compiler from moving arithmetic behind the barrier, where the tensor cores would wait for it.
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
-        if PIN:
+        if p.ping_pong:
             mosaic_inline.computed_here(e.longest, acc, weights)
         if keep_weights is not None:
             keep_weights(index, weights if kept is None else kept, new_top)
@@ -310,7 +309,7 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         if masked:
             _zero_tail(v_tile, e.longest - start, p)
 
-        acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, v_tile))(plgpu.ACC.init(acc))
+        acc = _add_matmul(acc, weights, v_tile)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total
 
@@ -327,6 +326,11 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
     if p.ping_pong:
         pl.when(wg == 0)(take_turn)
     return carry
+
+
+def _add_matmul(acc, weights, v_tile):
+    """acc `f32[64, D]` + weights `[64, n]` @ v_tile `[n, D]`."""
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, v_tile))(plgpu.ACC.init(acc))
 
 
 def _lse(top, total):

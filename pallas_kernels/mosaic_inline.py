@@ -122,8 +122,8 @@ def computed_here(never, *arrays):
     never: an i32 scalar that the compiler cannot know to be at least 0, but is.
     arrays: `[64, n]` in the WGMMA layout, 16 or 32 bits each.
 
-    Nothing in PTX's language says so, and ptxas moves plain arithmetic behind a barrier to where its result is used. But
-    what a branch may use has to be there before it: this one would store everything, and is never taken.
+    Nothing in PTX's language says so, and ptxas moves plain arithmetic behind a barrier to where its result is used.
+    But what a branch may use has to be there before it: this one would store everything, and is never taken.
     """
     layouts = [plgpu.Layout.WGMMA] * len(arrays)
 
@@ -134,7 +134,9 @@ def computed_here(never, *arrays):
         code = f"{{ .reg .pred p; setp.ge.s32 p, $0, 0; @p bra.uni NEVER; {stores} NEVER: }}"
         constraints = ",".join(["r"] * (1 + len(words)))
         nothing = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(nothing, [_scalar(never.registers.reshape(-1)[0]), *words], code, constraints, has_side_effects=True)
+        llvm.inline_asm(
+            nothing, [_scalar(never.registers.reshape(-1)[0]), *words], code, constraints, has_side_effects=True
+        )
 
     use(never, *arrays)
 
