@@ -300,6 +300,7 @@ def _forward(
         if isinstance(options.plan, Mage):
             # A committing row has no mask to ask for; if it selects (the oracle does), its whole block asks.
             asking = (~rows.known | jnp.all(rows.known, axis=1, keepdims=True)) & active[:, None]
+            cache, same = mage.unchanged(cache, inputs, phase == "select")
             attend = MageAttend(
                 rows.length,
                 visible,
@@ -308,6 +309,7 @@ def _forward(
                 phase == "sparse",
                 options.mesh,
                 options.implementation,
+                same=same,
             )
         if isinstance(options.plan, Herald):
             attend = PooledAttend(

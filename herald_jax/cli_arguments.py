@@ -27,6 +27,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "dense_layers",
                 "select_at_step",
                 "select_every",
+                "rest",
                 "selector",
                 "measure",
             )
@@ -185,6 +186,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
     group.add_argument("--select-every", type=int, metavar="N", help="mage: blocks that share one selection")
+    group.add_argument(
+        "--rest", metavar="R", help="mage: keep or drop what the selecting step found in entries that were not selected"
+    )
     group.add_argument(
         "--selector",
         metavar="S",

@@ -63,6 +63,9 @@ class LossOptions:
             found = (self.plan.selector, self.plan.allocate, self.plan.select_every)
             if found != ("mage", "uniform", 1):
                 raise ConfigError("training for MAGE goes with selector 'mage', allocate 'uniform' and select_every 1")
+            if self.plan.rest == "keep":
+                # The passes that are compared are of one step, and there the rest makes up for all that is left out.
+                raise ConfigError("training for MAGE goes with rest 'drop': with 'keep' its two passes are the same")
 
 
 def block_loss(

@@ -344,9 +344,10 @@ def unchanged(cache: MageKV, inputs: jax.Array, selecting: bool) -> tuple[MageKV
     """Which of a forward's `inputs` i32[B, M] are those of the selecting one, bool[B, M]; that notes them itself."""
     if cache.rest is None:
         return cache, None
+    same = cache.rest.inputs == inputs
     if selecting:
         cache = dataclasses.replace(cache, rest=dataclasses.replace(cache.rest, inputs=inputs))
-    return cache, cache.rest.inputs == inputs  # type: ignore[union-attr]
+    return cache, same
 
 
 def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
@@ -408,9 +409,7 @@ def _take_rest(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, 
             *write_kv(k[layer], v[layer], Destination(pool.k, pool.v, layer, counts, block), implementation=writes)
         )
         seen = counts[:, None] + block
-        found = block_attention(
-            rest.queries[layer], pool.k, pool.v, seen, layer=layer, implementation=implementation
-        )
+        found = block_attention(rest.queries[layer], pool.k, pool.v, seen, layer=layer, implementation=implementation)
         return pool, rest.without(layer, found.out, found.lse, counts >= prefix)
 
     layers = cache.counts.shape[0]

@@ -35,6 +35,10 @@ class Mage:
       allocate: "uniform" (v2) or "layer_adaptive" (v1: layers whose queries disagree, or whose top entries cover less
         of the attention, get more; see `select.layer_budgets`).
       dense_layers: leading layers that always attend to the whole prefix (v2: 2).
+      rest: what a query still gets of the entries that are not selected. "keep" (ours): the attention over them as it
+        was at the selecting step, as one more summand, for every position whose input is still the same (`rest.py`).
+        "drop": nothing, as in the paper. None is "keep" for selector "mage", and "drop" for the baselines and with
+        `select_every` above 1.
       min_budget: least entries whatever the fraction says (ours): 5 % of a short prompt is too little to read from.
       sinks, recent: first and last entries of the prefix that are always chosen, within the budget (ours).
       select_at_step: which denoising step selects; those before it are exact too (1 in the paper; 2 is reported better
@@ -61,6 +65,7 @@ class Mage:
     normalise: Literal["prefix+block", "prefix"] = "prefix+block"
     allocate: Literal["uniform", "layer_adaptive"] = "uniform"
     dense_layers: int = 2
+    rest: Literal["keep", "drop"] | None = None
     min_budget: int = 256
     sinks: int = 0
     recent: int = 0
@@ -80,6 +85,7 @@ class Mage:
             "normalise": ("prefix+block", "prefix"),
             "allocate": ("uniform", "layer_adaptive"),
             "selector": ("mage", "oracle", "quest", "tidal", "random", "recent"),
+            "rest": (None, "keep", "drop"),
         }
         _check_choices(self, choices)
         for name, least in (
@@ -106,9 +112,19 @@ class Mage:
                 value = getattr(self, name)
                 _ask(value == only, f"select_every above 1 goes with {name} {only}, not {value!r}")
             _ask(self.selector != "oracle", "select_every above 1 shares selections, but selector 'oracle' keeps none")
+            _ask(self.rest != "keep", "rest 'keep' is of one block's queries, so it goes with select_every 1")
+        _ask(
+            not (self.rest == "keep" and self.selector == "oracle"),
+            "rest 'keep' carries a selecting step's attention to later ones, but selector 'oracle' selects at each",
+        )
         if self.reselect_layers is not None:
             object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether `rest` is "keep", as given or by default."""
+        return self.rest == "keep" or (self.rest is None and self.selector == "mage" and self.select_every == 1)
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for (before any layer-adaptive split)."""

@@ -55,7 +55,8 @@ def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: H
         k[start:], v[start:] = 0, 0
 
     def forward(ids: Sequence[int], at: int, cache: Any, visible: np.ndarray) -> tuple[np.ndarray, Any]:
-        out, new = plain_mage._block_pass(config, model.params, np.array(ids, np.int32), np.int32(at), cache, visible)
+        ids, rest = np.array(ids, np.int32), plain_mage.no_rest(config)
+        out, new = plain_mage._block_pass(config, model.params, ids, np.int32(at), cache, visible, rest)
         return np.asarray(out), new
 
     def extended(cache: Any, new: Any, at: int) -> Any:

@@ -22,9 +22,10 @@ WIDTH = plain.WIDTH  # prefix entries of the one compiled pass
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _block_pass(config: ModelConfig, params: Any, tokens: Any, start: Any, kept: Any, visible: Any) -> Any:
+def _block_pass(config: ModelConfig, params: Any, tokens: Any, start: Any, kept: Any, visible: Any, rest: Any) -> Any:
     """One forward of a block i32[M] behind `kept`, each layer's (k, v) `[WIDTH, K, D]`, of which `visible[layer]`
-    bool[K, WIDTH] is attended to. Returns logits, the block's own (k, v), and the scores f32[K, G, M, WIDTH + M].
+    bool[K, WIDTH] is attended to, and beside it each layer's `rest`: attention f32[K, G, M, D] over other entries, and
+    its lse f32[K, G, M]. Returns logits, the block's own (k, v), and the scores f32[K, G, M, WIDTH + M].
     """
     m = tokens.shape[0]
 
@@ -33,8 +34,11 @@ def _block_pass(config: ModelConfig, params: Any, tokens: Any, start: Any, kept:
         keys, values = jnp.concatenate([old_k, k[0]]), jnp.concatenate([old_v, v[0]])
         scores = jnp.einsum("tkgd,nkd->kgtn", q[0], keys, precision="highest") / np.sqrt(config.head_dim)
         seen = jnp.concatenate([visible[layer], jnp.ones((visible.shape[1], m), bool)], axis=1)[:, None, None]
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        out = jnp.einsum("kgtn,nkd->tkgd", weights, values, precision="highest")
+        rest_out, rest_lse = rest[0][layer], rest[1][layer]
+        whole = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), rest_lse[..., None]], axis=-1)
+        weights = jax.nn.softmax(whole, axis=-1)
+        out = jnp.einsum("kgtn,nkd->tkgd", weights[..., :-1], values, precision="highest")
+        out += jnp.moveaxis(weights[..., -1:] * rest_out, 2, 0)
         return out[None], [*cache, (k[0], v[0], scores)]
 
     module = bind(config, params)
@@ -76,6 +80,29 @@ def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) 
     return chosen
 
 
+def no_rest(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """`_block_pass`'s rest of a plan that drops it."""
+    shape = (config.num_layers, config.num_kv_heads, config.group_size, config.diffusion.block_length)
+    return np.zeros((*shape, config.head_dim), np.float32), np.full(shape, -np.inf, np.float32)
+
+
+def _rest(scores: np.ndarray, values: np.ndarray, visible: np.ndarray, prefix: int) -> tuple[np.ndarray, np.ndarray]:
+    """Attention [K, G, M, D] over the prefix entries that `visible` [K, WIDTH] leaves out, and its lse, of one layer.
+
+    scores [K, G, M, WIDTH + M]; values [WIDTH, K, D].
+    """
+    heads, group, m, _ = scores.shape
+    out, lse = np.zeros((heads, group, m, values.shape[-1])), np.full((heads, group, m), -np.inf)
+    for head in range(heads):
+        left = [i for i in range(prefix) if not visible[head, i]]
+        if left:
+            some = scores[head][:, :, left].astype(np.float64)
+            weights = np.exp(some - some.max(axis=-1, keepdims=True))
+            lse[head] = np.log(weights.sum(axis=-1)) + some.max(axis=-1)
+            out[head] = weights @ values[left, head] / weights.sum(axis=-1, keepdims=True)
+    return out, lse
+
+
 def decode(
     model: Model,
     prompt: Sequence[int],
@@ -100,6 +127,8 @@ def decode(
     tokens = list(prompt[:start])
     known_prompt = list(prompt[start:])
     selected, before_block, block = np.zeros((config.num_layers, heads, WIDTH), bool), start, 0
+    rest_out, rest_lse = no_rest(config)
+    asked = np.full(size, -1)
     while True:
         canvas: list[int | None] = [*known_prompt, *[None] * (size - len(known_prompt))]
         known_prompt = []
@@ -121,7 +150,10 @@ def decode(
             exact = selects and step < plan.select_at_step
             ids = np.array([hole if token is None else token for token in canvas], np.int32)
             mask = everything if exact else visible
-            logits, cache = _block_pass(config, model.params, ids, np.int32(start), kept, mask)
+            # A rest is used where the position is fed what it was when its query found it.
+            usable = np.where(exact | (ids != asked), np.float32(-np.inf), rest_lse)
+            rest = (rest_out, usable)
+            logits, cache = _block_pass(config, model.params, ids, np.int32(start), kept, mask, rest)
             masked = [i for i in range(size) if canvas[i] is None]
             if masked and not exact and quality is not None and plan.entries(start) < start:
                 for layer in range(plan.dense_layers, config.num_layers):
@@ -139,7 +171,10 @@ def decode(
                         before = _choose(plan, np.asarray(cache[layer][2]), asking, start)
                     for head, entries in enumerate(before):
                         visible[layer, head] = np.isin(np.arange(WIDTH), sorted(entries))
-                selected = visible
+                    if plan.keeps_rest:
+                        of_layer = _rest(np.asarray(cache[layer][2]), kept[layer][1], visible[layer], start)
+                        rest_out[layer], rest_lse[layer] = of_layer
+                selected, asked = visible, ids
             if not masked:
                 break
             low = masked[0] // small * small

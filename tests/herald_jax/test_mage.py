@@ -237,7 +237,8 @@ def test_a_layers_output_waits_for_what_reads_the_cache(plan, layer, sparse, wai
     config = FORMS["sdar"]
     cache = MageKV.around(DeviceKV.empty(config, 2, 64), plan, config, 64, None)
     prefix = jnp.array([20, 30], jnp.int32)
-    attend = MageAttend(prefix, prefix[:, None] + 4, jnp.ones((2, 4), bool), plan, sparse).at(layer)
+    every = jnp.ones((2, 4), bool)
+    attend = MageAttend(prefix, prefix[:, None] + 4, every, plan, sparse, same=every).at(layer)
     q = jnp.ones((2, 4, config.num_kv_heads, config.group_size, config.head_dim))
     k = q[:, :, :, 0]
     program = jax.jit(lambda cache: attend(layer, q, k, k, cache)[0]).lower(cache).as_text()
