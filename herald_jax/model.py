@@ -202,7 +202,7 @@ class Transformer(nnx.Module):
         x: Any = jnp.take(self.embed.embedding[...], tokens, axis=0)
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
         if streams(self.config, attend, tokens):
-            x = begin(self.layers, x, attend)
+            x = begin(self.layers[0], x)
         for i, layer in enumerate(self.layers):
             if hasattr(attend, "at"):
                 x, cache = _shared_layer(*nnx.split(layer), jnp.int32(i), x, angles, attend.at(i), cache)

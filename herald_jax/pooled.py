@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -143,9 +143,6 @@ class PooledAttend:
     mesh: Mesh | None = None
     implementation: Any = None
     role: Literal["dense", "pooled"] = "pooled"
-
-    # A fetch from host memory runs beside a block's last steps: see `streamed`.
-    shares_device: ClassVar[bool] = True
 
     def at(self, layer: int) -> PooledAttend:
         """With the layer's part in the plan: all layers of one part share one trace."""

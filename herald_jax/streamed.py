@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -20,22 +19,14 @@ import jax.numpy as jnp
 from herald_jax.config import ModelConfig
 from pallas_kernels import dispatch
 from pallas_kernels.fused_rows import add_norm, project_heads
-from pallas_kernels.layer_parts import COUNTERS, layer_head, layer_tail
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
-
-# Whether what lies before and behind attention is one launch each. Off until it has been measured on the card.
-CHAINED = os.environ.get("HERALD_CHAINED") == "1"
 
 
 class Stream(NamedTuple):
-    """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T.
-
-    counters: i32[L, COUNTERS], zeros in the rows of layers to come: see `pallas_kernels.layer_parts`.
-    """
+    """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T."""
 
     x: jax.Array
     parts: jax.Array
-    counters: jax.Array
 
 
 def streams(config: ModelConfig, attend: Any, tokens: jax.Array) -> bool:
@@ -66,21 +57,13 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def _chained(attend: Any, rows: int) -> bool:
-    """Whether a layer takes the kernels of `layer_parts`, for up to 128 tokens, which must have the device alone."""
-    return CHAINED and rows <= 128 and not getattr(attend, "shares_device", False)
-
-
-def begin(layers: Any, x: jax.Array, attend: Any) -> Stream:
-    """The stream before the first of `layers`: x `[B, T, E]`, and sums of zeros, shaped like those a layer leaves."""
+def begin(layer: Any, x: jax.Array) -> Stream:
+    """The stream before the first layer: x `[B, T, E]`, and sums of zeros, shaped like those that `layer` leaves."""
     x = x.reshape(-1, x.shape[-1])
-    layer = layers[0]
-    counters = jnp.zeros((len(layers), COUNTERS), jnp.int32)
     kernel = layer.attn.out.kernel[...]
     attended = jax.ShapeDtypeStruct((x.shape[0], kernel.size // x.shape[1]), x.dtype)
-    tail = functools.partial(_behind_attention, layer, 0, lead=(1, x.shape[0]), chained=_chained(attend, x.shape[0]))
-    parts = jax.eval_shape(tail, attended, x, counters).parts
-    return Stream(x, jnp.zeros(parts.shape, parts.dtype), counters)
+    parts = jax.eval_shape(functools.partial(_behind_attention, layer, lead=(1, x.shape[0])), attended, x).parts
+    return Stream(x, jnp.zeros(parts.shape, parts.dtype))
 
 
 def end(norm: Any, stream: Stream) -> jax.Array:
@@ -102,17 +85,11 @@ def streamed_layer(
     q_scale, k_scale = (attn.q_norm.scale[...], attn.k_norm.scale[...]) if hasattr(attn, "q_norm") else (None, None)
 
     norm = layer.attn_norm
-    counters = stream.counters
-    chained = _chained(attend, rows)
-    if chained:
-        x, projected, counters = layer_head(*stream[:2], norm.scale[...], qkv, counters, number, eps=norm.eps)
-    else:
-        x, y = add_norm(stream.x, stream.parts, norm.scale[...], eps=norm.eps)
-        projected = stream_matmul(y, qkv)
+    x, y = add_norm(stream.x, stream.parts, norm.scale[...], eps=norm.eps)
     by_row = (angles[0].reshape(rows, -1), angles[1].reshape(rows, -1))
     into = attend.destination(number, tokens, cache) if hasattr(attend, "destination") else None
     q, k, v = project_heads(
-        projected, bias, q_scale, k_scale, by_row, group=group, eps=norm.eps, dtype=x.dtype, into=into
+        stream_matmul(y, qkv), bias, q_scale, k_scale, by_row, group=group, eps=norm.eps, dtype=x.dtype, into=into
     )
     q = q.reshape(batch, tokens, *q.shape[1:])
     if into is None:
@@ -121,28 +98,17 @@ def streamed_layer(
     else:
         attended, cache = attend(number, q, None, None, attend.written(cache, k, v))
     attended = attended.reshape(rows, -1)
-    return _behind_attention(layer, number, attended, x, counters, lead=(batch, tokens), chained=chained), cache
+    return _behind_attention(layer, attended, x, lead=(batch, tokens)), cache
 
 
-def _behind_attention(
-    layer: Any,
-    number: Any,
-    attended: jax.Array,
-    x: jax.Array,
-    counters: jax.Array,
-    *,
-    lead: tuple[int, int],
-    chained: bool,
-) -> Stream:
+def _behind_attention(layer: Any, attended: jax.Array, x: jax.Array, *, lead: tuple[int, int]) -> Stream:
     """Output projection, residual, norm and MLP: attended `[R, H * D]`, x `[R, E]`, lead `(B, T)`."""
     norm, mlp = layer.mlp_norm, layer.mlp
     out = layer.attn.out.kernel[...]
     out = out.reshape(-1, out.shape[-1])
     if not hasattr(mlp, "gate_up"):  # experts keep their own form
         x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
-        return Stream(x, mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape), counters)
+        return Stream(x, mlp(y.reshape(*lead, -1), None).reshape(1, *y.shape))
     gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
-    if chained:
-        return Stream(*layer_tail(attended, x, out, norm.scale[...], gate_up, down, counters, number, eps=norm.eps))
     x, y = add_norm(x, stream_matmul(attended, out), norm.scale[...], eps=norm.eps)
-    return Stream(x, stream_matmul(gated_matmul(y, gate_up), down), counters)
+    return Stream(x, stream_matmul(gated_matmul(y, gate_up), down))

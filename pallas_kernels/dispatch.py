@@ -137,12 +137,16 @@ def stream_matmul_missing(x: Any, w: Any) -> str | None:
     return _two_bytes_missing("stream_matmul", x.dtype)
 
 
-def processors() -> int:
-    """Multiprocessors of the device that kernels are lowered for; of the least, where there are several."""
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None:
-        return int(abstract.num_cores)
-    return min(int(device.core_count) for device in jax.devices("cuda"))
+def head_statistics_missing(x: Any, w: Any) -> str | None:
+    """Why `head_statistics` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    tokens, depth = x.shape
+    if x.dtype != w.dtype:
+        return f"head_statistics on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
+    if tokens % 8 or not 8 <= tokens <= 256:
+        return f"head_statistics on mosaic_gpu takes a multiple of 8 tokens up to 256, not {tokens}"
+    if depth % 64 or w.shape[0] < 128:
+        return f"head_statistics on mosaic_gpu has tiles of 128 words and 64 numbers of each, not of {list(w.shape)}"
+    return _two_bytes_missing("head_statistics", x.dtype)
 
 
 def grouped_mlp_missing(x: Any, gate_up: Any) -> str | None:

@@ -141,45 +141,6 @@ def computed_here(never, *arrays):
     use(never, *arrays)
 
 
-def signal(counter):
-    """Adds 1 to `counter`, i32 in GMEM, when all that this warpgroup has written can be seen by whom it tells so.
-
-    Its copies out of shared memory must be complete: `plgpu.wait_smem_to_gmem(0)`.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def add(_, counter):
-        # What threads wrote themselves is read by the copy engine, and the other way round.
-        _asm("fence.proxy.async;")
-        utils.warpgroup_barrier()
-        with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            _asm("red.release.gpu.global.add.u32 [$0], 1;", utils.memref_ptr(counter))
-
-    add(counter)
-
-
-def await_count(counter, count: int):
-    """Until `counter`, i32 in GMEM, is at least `count`; then sees what those wrote who raised it by `signal`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(_, counter):
-        with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            _asm(
-                "{ .reg .u32 v; .reg .pred p; AGAIN: ld.acquire.gpu.global.u32 v, [$0]; "
-                f"setp.lt.u32 p, v, {count}; @p bra AGAIN; }}",
-                utils.memref_ptr(counter),
-            )
-        utils.warpgroup_barrier()
-        _asm("fence.proxy.async;")
-
-    wait(counter)
-
-
-def _asm(code, *pointers):
-    constraints = ",".join([*["l"] * len(pointers), "~{memory}"])
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(pointers), code, constraints, has_side_effects=True)
-
-
 def _words(array):
     """The registers of an array as i32 values."""
     i32 = ir.IntegerType.get_signless(32)

@@ -50,11 +50,9 @@ def _run(x: jax.Array, w: jax.Array, plain: Any, implementation: str | None, con
     if chosen == "xla":
         return plain(x, w, splits=1)
     # Mosaic GPU is imported only where a kernel is built.
-    if x.shape[0] > 128:
-        from pallas_kernels import stream_matmul_wide as module
-    else:
-        from pallas_kernels import stream_matmul_mosaic as module
+    from pallas_kernels import stream_matmul_mosaic, stream_matmul_wide
 
+    module: Any = stream_matmul_wide if x.shape[0] > 128 else stream_matmul_mosaic
     gated = w.ndim == 3
     if config is None:
         config = module.make_config(x.shape[0], w.shape[0], w.shape[-1], gated)

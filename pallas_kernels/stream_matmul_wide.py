@@ -9,6 +9,7 @@ once. The two programs of a cluster fetch the tokens once for both.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -191,6 +192,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
             )
 
     transforms = (plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(2 * piece))
+    free: Any
     if cluster > 1:
         free = plgpu.ClusterBarrier(collective_axes=("sharer",), num_arrivals=WARPGROUPS, num_barriers=stages)
     else:

@@ -11,7 +11,6 @@ import pytest
 import herald_jax
 from herald_jax import GenerateConfig, Mage, Threshold
 from herald_jax import model as model_file
-from herald_jax import streamed as streamed_file
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.model import bind
 from tests.herald_jax import tiny
@@ -48,10 +47,8 @@ def test_same_tokens_under_mage(streamed: list[bool]) -> None:
     assert len(streamed) > 1
 
 
-@pytest.mark.parametrize("chained", [False, True])
-def test_same_hidden_states_and_cache(streamed: list[bool], monkeypatch: pytest.MonkeyPatch, chained: bool) -> None:
+def test_same_hidden_states_and_cache(streamed: list[bool]) -> None:
     """Per-head norms and no biases; rows that end at different places, some of whose positions are not written."""
-    monkeypatch.setattr(streamed_file, "CHAINED", chained)
     config = tiny.SDAR
     params = tiny.params(config)
     tokens = jnp.asarray(tiny.prompts((4, 4)))
