@@ -218,6 +218,8 @@ def test_mage_loss() -> None:
 def test_plans_without_an_objective_are_refused() -> None:
     with pytest.raises(ConfigError, match="selector 'mage'"):
         LossOptions(Mage(selector="recent"))
+    with pytest.raises(ConfigError, match="training for MAGE goes with rest 'drop'"):
+        LossOptions(Mage(rest="keep"))
     with pytest.raises(ConfigError, match="weight of KL is -1"):
         LossOptions(kl=-1)
 

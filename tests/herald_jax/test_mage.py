@@ -50,13 +50,23 @@ PLANS = [
     ("sdar", Mage(0.2, dense_layers=1, min_budget=2)),
     pytest.param(
         "sdar",
-        Mage(5, dense_layers=0, min_budget=0, query="center", reduce="max", normalise="prefix", sinks=1, recent=2),
+        Mage(
+            5,
+            dense_layers=0,
+            min_budget=0,
+            query="center",
+            reduce="max",
+            normalise="prefix",
+            sinks=1,
+            recent=2,
+            rest="drop",
+        ),
         marks=pytest.mark.once,
     ),
     pytest.param(
         "sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2), marks=pytest.mark.once
     ),
-    pytest.param("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal"), marks=pytest.mark.once),
+    pytest.param("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal", rest="keep"), marks=pytest.mark.once),
     pytest.param("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent"), marks=pytest.mark.once),
     ("fast_dllm", Mage(0.2, dense_layers=1, min_budget=2, query="first")),
     # One selection for several blocks: of several steps each, and of one token each.

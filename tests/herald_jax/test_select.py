@@ -161,6 +161,9 @@ def test_votes_rank_first_and_recency_fills():
         ({"select_every": 4, "select_at_step": 2}, "select_every above 1 goes with select_at_step 1, not 2"),
         ({"select_every": 4, "measure": True}, "select_every above 1 goes with measure False, not True"),
         ({"select_every": 4, "selector": "oracle"}, "but selector 'oracle' keeps none"),
+        ({"select_every": 4, "rest": "keep"}, "rest 'keep' is of one block's queries, so it goes with select_every 1"),
+        ({"selector": "oracle", "rest": "keep"}, "but selector 'oracle' selects at each"),
+        ({"rest": "all"}, "rest is 'all', but must be one of None, keep, drop"),
         ({"layer_spread": 0.5}, "layer_spread is 0.5, but must be at least 1"),
         (
             {"allocate": "layer_adaptive", "selector": "quest"},
