@@ -337,7 +337,10 @@ def _noted(cache: MageKV, layer: jax.Array, q: jax.Array, exact: Any) -> MageKV:
     """With what `take_rest` will need of one layer's exact attention."""
     if cache.rest is None:
         return cache
-    return dataclasses.replace(cache, rest=cache.rest.noted(layer, q, exact.out, exact.lse))
+    # Were a kernel's own result put into the stack, XLA would run that kernel twice, once for the stack alone: the one
+    # that made `q` writes to the cache, which was therefore copied.
+    noted = jax.lax.optimization_barrier((q, exact.out, exact.lse))
+    return dataclasses.replace(cache, rest=cache.rest.noted(layer, *noted))
 
 
 def unchanged(cache: MageKV, inputs: jax.Array, selecting: bool) -> tuple[MageKV, jax.Array | None]:
