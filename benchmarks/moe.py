@@ -68,7 +68,7 @@ def _steps(
         drawn = jax.random.randint(jax.random.fold_in(key, index), (batch, block), 0, config.vocab_size)
         tokens = jnp.where(jnp.arange(block)[None, :] % 8 == 0, last, drawn)  # a step waits for the one before
         hidden, cache = model(tokens, positions, DenseAttend(length, (length + block)[:, None]), cache)
-        return cache, predict(hidden, model.head_kernel(), _GREEDY).token
+        return cache, predict(hidden, model.head_kernel(), _GREEDY, implementation=None).token
 
     return jax.lax.fori_loop(0, steps, body, (cache, jnp.zeros((batch, block), jnp.int32)))
 

@@ -325,7 +325,9 @@ def _forward(
             hidden = jnp.roll(hidden, 1, axis=1)
         keys = None if sampling.greedy else _position_keys(rows.key, rows.length[:, None] + target, rows.step)
         greedy = None if sampling.greedy or size != block else _greedy_seed(options, (batch, size))
-        return predict(hidden, model.head_kernel(), sampling, keys, greedy), cache
+        # Over a mesh the head is split, by vocabulary or not, and XLA's.
+        head = "xla" if options.mesh is not None or options.implementation == "xla" else None
+        return predict(hidden, model.head_kernel(), sampling, keys, greedy, implementation=head), cache
 
     zero = jnp.zeros_like(window)
     if not options.block_cache:

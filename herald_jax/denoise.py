@@ -8,6 +8,7 @@ Shape letters: B batch, M block length, R rows of hidden states, E hidden, V voc
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from herald_jax.errors import GenerationError
+from pallas_kernels.head import head_statistics
 
-# Rows of logits held at once: [HEAD_ROWS, V] float32 is 155 MB at V = 152k. Chunking over rows, not over the
-# vocabulary, keeps each logit computed once, reads the head weight once per 256 rows, and leaves a vocabulary-sharded
-# head to XLA.
+# Rows given to the head at once. Its kernel goes through the vocabulary in pieces and holds no logits at all; where
+# they are held, under sampling and away from the GPU, [HEAD_ROWS, V] float32 is 155 MB at V = 152k.
 HEAD_ROWS = 256
 
 
@@ -78,8 +79,18 @@ def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: 
 
 
 def _predict_rows(
-    hidden: jax.Array, keys: jax.Array | None, greedy: jax.Array | None, *, kernel: jax.Array, sampling: Sampling
+    hidden: jax.Array,
+    keys: jax.Array | None,
+    greedy: jax.Array | None,
+    *,
+    kernel: jax.Array,
+    sampling: Sampling,
+    implementation: str | None,
 ) -> Prediction:
+    if sampling.greedy or keys is None:
+        found = head_statistics(hidden, kernel, implementation=implementation)
+        entropy = jnp.log(found.total) - found.weighted / found.total
+        return Prediction(found.token, 1 / found.total, entropy)  # the largest logit's own weight is exp(0)
     precision = "highest" if kernel.dtype == jnp.float32 else None
     logits = jnp.einsum("re,ve->rv", hidden, kernel, preferred_element_type=jnp.float32, precision=precision)
     token = draw(logits, keys, sampling, greedy)
@@ -97,22 +108,26 @@ def predict(
     sampling: Sampling,
     keys: jax.Array | None = None,
     greedy: jax.Array | None = None,
+    *,
+    implementation: str | None = "xla",
 ) -> Prediction:
     """Run the vocabulary head `kernel` [V, E] over `hidden` [B, T, E]; every field of the result is `[B, T]`.
 
     `keys` are typed PRNG keys `[B, T]` (None: greedy), `greedy` bool[B, T] as in `draw`. At most HEAD_ROWS rows of
-    float32 logits exist at a time. A NaN among a row's logits makes its confidence NaN.
+    float32 logits exist at a time, and none where greedy sampling has a kernel: `implementation` is
+    `head_statistics`', None on one device only. A NaN among a row's logits makes its confidence NaN.
     """
     batch, length, _ = hidden.shape
     rows = batch * length
     parts: tuple[Any, ...] = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), (hidden, keys, greedy))
+    predict_rows = functools.partial(_predict_rows, kernel=kernel, sampling=sampling, implementation=implementation)
 
     def some(index: jax.Array) -> Prediction:
         hidden, keys, greedy = jax.tree.map(lambda x: x[index], parts)
-        return _predict_rows(hidden, keys, greedy, kernel=kernel, sampling=sampling)
+        return predict_rows(hidden, keys, greedy)
 
     if rows <= HEAD_ROWS:
-        result = _predict_rows(*parts, kernel=kernel, sampling=sampling)
+        result = predict_rows(*parts)
     else:
         padded = -(-rows // HEAD_ROWS) * HEAD_ROWS
         index = jnp.minimum(jnp.arange(padded), rows - 1)
