@@ -12,7 +12,7 @@ What MAGE does under the threshold has rows of its own (`mage/5/steps_ratio`, `t
 
 Samples are answered in rounds: one batch of every task and length under every plan. With `--minutes` no round begins
 that would not end in time; the table always rests on the same samples for all plans. The results file is written after
-the first round and at the end, and with `--work` an interrupted run goes on where it stopped. For a small model
+every round, and with `--work` an interrupted run goes on where it stopped. For a small model
 compiling is most of the time: caches have one size for all lengths, so that each plan is one program, and the plans of
 a batch run side by side (`--workers`), from one prefill.
 """
@@ -79,26 +79,41 @@ def plans(*, herald: bool) -> list[Plan]:
 
 def ablations(*, herald: bool) -> dict[str, Plan]:
     """What each row of the ablation changes."""
-    found: dict[str, Plan] = {
-        "default": mage(0.05),
-        "query=center": mage(0.05, query="center"),
-        "query=first": mage(0.05, query="first"),
-        "query=last": mage(0.05, query="last"),
-        "reduce=max": mage(0.05, reduce="max"),
-        "normalise=prefix": mage(0.05, normalise="prefix"),
-        "select_at_step=2": mage(0.05, select_at_step=2),
-        "reduce=max,select_at_step=2": mage(0.05, reduce="max", select_at_step=2),
-        "dense_layers=0": mage(0.05, dense_layers=0),
-        "dense_layers=1": mage(0.05, dense_layers=1),
-        "allocate=layer_adaptive": mage(0.05, allocate="layer_adaptive"),
-        "sinks=4,recent=32": mage(0.05, sinks=4, recent=32),
-        "oracle": mage(0.05, selector="oracle"),
-    }
+    near = {"sinks": 4, "recent": 32}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"rest": "drop"},
+        {"dense_layers": 0},
+        {"rest": "drop", "dense_layers": 0},
+        {"select_at_step": 2},
+        {"reduce": "max"},
+        {"query": "center"},
+        near,
+        {"normalise": "prefix"},
+        {"allocate": "layer_adaptive"},
+        {"rest": "drop", "select_at_step": 2, "reduce": "max"},
+    ]
+    found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes}
+    found["oracle"] = mage(0.05, selector="oracle")
     if herald:
-        found |= {f"herald draft_at={d}": Herald(budget=0.05, min_budget=1, draft_at=d) for d in (0.25, 0.5, 0.75)}
-        found |= {f"herald query={q}": Herald(budget=0.05, min_budget=1, query=q) for q in ("first", "last", "all")}
-        found["herald draft=False"] = Herald(budget=0.05, min_budget=1, draft=False)
+        changes = [
+            {"query": "center"},
+            {"query": "mean"},
+            {"query": "mean", **near},
+            {"query": "all", **near},
+            {"query": "center", **near},
+            {"query": "mean", **near, "dense_layers": 1},
+            {"query": "mean", **near, "draft_at": 0.25},
+            {"query": "mean", **near, "draft_at": 0.75},
+            {"query": "all", "draft": False},
+        ]
+        found |= {f"herald {named(change)}": Herald(budget=0.05, min_budget=1, **change) for change in changes}
     return found
+
+
+def named(change: dict[str, Any]) -> str:
+    """An ablation's row by what it changes: "sinks=4,recent=32", or "default"."""
+    return ",".join(f"{name}={value}" for name, value in change.items()) or "default"
 
 
 class Table:
@@ -271,8 +286,8 @@ def run_rounds(
 ) -> tuple[Table, int]:
     """Answer rounds until `--samples` are done or time (`time.monotonic`) is over; at least one.
 
-    `report` gets the table of the first round as soon as that is done. Returns the last table, and how many samples of
-    each task and length it rests on.
+    `report` gets the table after every round, so that what was answered before a kill is not lost. Returns the last
+    table, and how many samples of each task and length it rests on.
     """
     model = herald_jax.load(checkpoint)
     tokens = evaluate.token_counter(model)
@@ -312,8 +327,7 @@ def run_rounds(
                 if length != lengths[-1]:
                     continue
                 done, took = min(first + size, options.samples), time.monotonic() - begun
-                if first == 0:
-                    report(table(done))
+                report(table(done))
                 begun = time.monotonic()
                 print(f"{done} samples of each task and length; the last round took {took:.0f} s", flush=True)
                 if until is not None and len(journal.done) > known and time.monotonic() + took > until:
