@@ -1,185 +1,237 @@
-"""The small kernel that ends `block_attention`: joins the splits, and turns kept weights into importance."""
+"""The small kernel that ends `block_attention`: joins the splits, and turns kept weights into importance.
+
+Per-thread code (`lanes`): it is all latency, so every thread has its loads in flight together, 16 bytes each, and what
+all threads of a row or head need (how the splits weigh against each other) is worked out once per warp, by shuffles.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import mosaic_inline
-from pallas_kernels.attention_plan import Plan, divide
-from pallas_kernels.reference import merge_by_lse
+from pallas_kernels.attention_plan import Plan
 
 KERNEL_NAME = "block_attention_finish"
 
 LOG2E = math.log2(math.e)
-# A warpgroup has 128 threads; one of them per column, or per entry.
+NOTHING = 0xFF800000  # -inf, as bits
 THREADS = 128
-# KV tiles whose importance one program computes.
-TILES_PER_PROGRAM = 8
+WARP = 32
+# Entries that a thread turns into importance: 16 bytes of bfloat16 weights.
+ENTRIES = 8
+# Splits whose partial results a thread asks for at once.
+AT_ONCE = 16
 
 
-def finish(parts, lengths, query, prefix_lengths, plan: Plan, importance):
+def finish(
+    parts: Any, lengths: jax.Array, query: Any, prefix_lengths: Any, plan: Plan, importance: Any, *, launch: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """`(out [B, T, H, D], lse f32[B, T, H], importance f32[B, K, N] or None)` from what the kernel left, with T
     as long as the kernel made it.
 
     `parts` is `attention_mosaic.Parts`; importance only where the plan keeps weights, for `query` `i32[B]`.
+    launch: what runs the kernel, `lanes.launch` if None.
     """
     p = plan
-    merge_here = p.splits > 1 and p.head_dim == THREADS
-    out, lse = parts.out, parts.lse
-    if p.splits > 1 and not merge_here:
-        out, lse = merge_by_lse(out, lse)
-        out, lse = p.rows_to_queries(out).astype(p.dtype), p.rows_to_queries(lse)
-    if not (merge_here or p.keep_weights):
-        return out, lse, None
+    merge = p.splits > 1
+    if not (merge or p.keep_weights):
+        return parts.out, parts.lse, None
+    if launch is None:
+        from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
+
+        launch = lanes.launch
 
     heads = p.kv_heads * p.group
-    # Four consecutive queries of a head lie in one piece among the partial results: one warp for each. With many splits
-    # there are few rows, and one program each is sooner done.
-    rows_per_program = 4 if p.queries % 4 == 0 and p.splits <= 8 else 1
-    row_programs = p.batch * p.queries * heads // rows_per_program if merge_here else 0
-    tile_groups = -(-p.kv_tiles // TILES_PER_PROGRAM)
-    weight_programs = p.batch * p.kv_heads * tile_groups if p.keep_weights else 0
-
-    inputs = {"lse": parts.lse}
-    outputs = {}
-    if merge_here:
-        inputs |= {"out": parts.out}
-        outputs |= {
-            "out": jax.ShapeDtypeStruct((p.batch, p.queries, heads, p.head_dim), p.dtype),
-            "lse": jax.ShapeDtypeStruct((p.batch, p.queries, heads), jnp.float32),
-        }
+    inputs: dict[str, Any] = {"lse": parts.lse}
+    outputs: dict[str, Any] = {}
+    weight_blocks = merge_blocks = 0
+    # The importance blocks come first: they are the longer ones.
     if p.keep_weights:
-        inputs |= {"weights": parts.weights, "tops": parts.tops, "query": query, "lengths": lengths}
+        weight_blocks = p.batch * p.kv_heads * _blocks_per_head(p)
+        inputs |= {"weights": parts.weights, "tops": parts.tops, "query": query, "lengths": lengths[:, 0]}
         if p.prefix_sums:
             inputs |= {"over": parts.prefix_lse, "prefix_lengths": prefix_lengths}
         shape = (p.batch, p.kv_heads, p.kv_tiles * p.kv_tile)
         outputs |= {"importance": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    used_inputs, input_tree = jax.tree.flatten(inputs)
-    used_outputs, output_tree = jax.tree.flatten(outputs)
+    if merge:
+        merge_blocks = -(-p.batch * p.queries * heads * (p.head_dim // 8) // THREADS)
+        inputs |= {"out": parts.out}
+        outputs |= {
+            "joined": jax.ShapeDtypeStruct((p.batch, p.queries, heads, p.head_dim), p.dtype),
+            "joined_lse": jax.ShapeDtypeStruct((p.batch, p.queries, heads), jnp.float32),
+        }
 
-    def body(*refs):
-        ins = jax.tree.unflatten(input_tree, refs[: len(used_inputs)])
-        outs = jax.tree.unflatten(output_tree, refs[len(used_inputs) :])
-        program = lax.axis_index("program")
-        # The importance programs come first: they are the longer ones.
-        if weight_programs:
-            pl.when(program < weight_programs)(lambda: _importance(ins, outs, program, p, importance.reduce))
-        if row_programs:
-            number = program - weight_programs
-            pl.when(program >= weight_programs)(lambda: _merge_rows(ins, outs, number, rows_per_program, p))
+    def kernel(lanes: Any, *memories: Any) -> None:
+        refs = dict(zip([*inputs, *outputs], memories, strict=True))
 
-    results = plgpu.kernel(
-        body,
-        out_type=used_outputs,
-        grid=(weight_programs + row_programs,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=KERNEL_NAME,
-    )(*used_inputs)
-    results = jax.tree.unflatten(output_tree, results)
-    if merge_here:
-        out, lse = results["out"], results["lse"]
-    weight = results["importance"][:, :, : p.entries] if p.keep_weights else None
-    return out, lse, weight
+        def only_if(mine: Any, work: Any) -> None:
+            def once(_: Any) -> tuple[()]:
+                work()
+                return ()
 
+            lanes.loop(lanes.constant(0), lanes.word(mine), lanes.constant(1), (), once)
 
-def _shares(lses):
-    """Merge weights of the splits from their lse (scalars), and the joint lse; all 0 and -inf if nothing was seen."""
-    top = functools.reduce(jnp.maximum, lses)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    shares = [jnp.exp2((lse - top) * LOG2E) for lse in lses]
-    total = functools.reduce(jnp.add, shares)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    return [share / total for share in shares], jnp.where(some, top + jnp.log2(total) * (1 / LOG2E), -jnp.inf)
+        if p.keep_weights:
+            only_if(lanes.block < weight_blocks, lambda: _importance(lanes, refs, p, importance.reduce))
+        if merge:
+            only_if(lanes.block >= weight_blocks, lambda: _merge(lanes, refs, lanes.block - weight_blocks, p))
+
+    results = launch(
+        kernel,
+        name=KERNEL_NAME,
+        blocks=weight_blocks + merge_blocks,
+        threads=THREADS,
+        inputs=list(inputs.values()),
+        outputs=list(outputs.values()),
+    )
+    by_name = dict(zip(outputs, results, strict=True))
+    out, lse = (by_name["joined"], by_name["joined_lse"]) if merge else (parts.out, parts.lse)
+    return out, lse, by_name["importance"][:, :, : p.entries] if p.keep_weights else None
 
 
-def _merge_rows(ins, outs, number, count: int, p: Plan):
-    """Joins the splits of `count` consecutive queries of one query head."""
-    heads = p.kv_heads * p.group
-    rest, q_head = divide(number, heads)
-    batch, first = divide(rest, p.queries // count)
-    first *= count
-    head, member = divide(q_head, p.group)
-    tile, row = p.row_of(first, member)
-    by_query = [_shares([ins["lse"][s, batch, head, tile, row + i] for s in range(p.splits)]) for i in range(count)]
-    shape = (count, THREADS)
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=count)
-    which = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-    acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-    for s in range(p.splits):
-        part = plgpu.load(ins["out"].at[s, batch, head, tile, pl.ds(row, count)], layout=layout)
-        part = part.astype(jnp.float32)
-        share = by_query[0][0][s]
-        for i in range(1, count):
-            share = jnp.where(which == i, by_query[i][0][s], share)
-        acc += part * share
-    outs["out"][batch, pl.ds(first, count), q_head] = acc.astype(p.dtype)
-    for i, (_, lse) in enumerate(by_query):
-        outs["lse"][batch, first + i, q_head] = lse
+def _blocks_per_head(p: Plan) -> int:
+    return -(-p.kv_tiles * p.kv_tile // (ENTRIES * THREADS))
 
 
-def _importance(ins, outs, program, p: Plan, reduce: str):
-    """Importance of `TILES_PER_PROGRAM` KV tiles of one KV head, from the chosen query's kept weights."""
-    groups = -(-p.kv_tiles // TILES_PER_PROGRAM)
-    pair, tile_group = divide(program, groups)
-    batch, head = divide(pair, p.kv_heads)
-    limit = jnp.minimum(ins["lengths"][batch, 0], p.entries)
+def _row(lanes: Any, p: Plan, batch: Any, head: Any, query: Any, member: Any) -> Any:
+    """Where a query of a KV head's member lies in `[B, K, R, rows]`: `Plan.row_of`, per thread."""
+    chunk, offset = query // p.query_chunk, query % p.query_chunk
+    slab = chunk * p.group + member
+    tile, row = slab // p.slabs, (slab % p.slabs) * p.query_chunk + offset
+    return ((batch * p.kv_heads + head) * p.tiles + tile) * p.rows + row
+
+
+def _row_count(p: Plan) -> int:
+    return math.prod(p.row_shape)
+
+
+def _lses(lanes: Any, memory: Any, row: Any, piece: Any, width: int, p: Plan) -> list[Any]:
+    """A row's log-sum-exp of splits piece, piece + width, ...: `width` neighbouring lanes share them."""
+    held = []
+    for first in range(0, p.splits, width):
+        split = piece + first
+        (word,) = lanes.load(memory, split * _row_count(p) + row, where=split < p.splits)
+        held.append(lanes.real(lanes.where(split < p.splits, word, lanes.constant(NOTHING))))
+    return held
+
+
+def _joint(lanes: Any, held: list[Any], width: int) -> tuple[list[Any], Any, Any]:
+    """How splits weigh whose log-sum-exp `width` neighbouring lanes hold.
+
+    Returns each one's share, their joint log-sum-exp (0 where nothing was seen), and whether anything was.
+    """
+    lane = lanes.thread & (WARP - 1)
+
+    def over_lanes(value: Any, combine: Any) -> Any:
+        distance = width // 2
+        while distance:
+            value = combine(value, lanes.real(lanes.shuffle(lanes.bits(value), lane ^ distance)))
+            distance //= 2
+        return value
+
+    top = held[0]
+    for value in held[1:]:
+        top = lanes.maximum(top, value)
+    top = over_lanes(top, lanes.maximum)
+    seen = lanes.bits(top) != NOTHING
+    top = lanes.real(lanes.where(seen, lanes.bits(top), lanes.constant(0)))
+    relative = [(value - top) * LOG2E for value in held]
+    total = lanes.exp2(relative[0])
+    for value in relative[1:]:
+        total = total + lanes.exp2(value)
+    total = over_lanes(total, lambda a, b: a + b)
+    one = lanes.constant(0x3F800000)
+    log = lanes.log2(lanes.real(lanes.where(seen, lanes.bits(total), one)))
+    return [lanes.exp2(value - log) for value in relative], top + log * (1 / LOG2E), seen
+
+
+def _merge(lanes: Any, refs: dict[str, Any], block: Any, p: Plan) -> None:
+    """Joins the splits of a few rows: 16 lanes for each, or 8 of 64 numbers."""
+    heads, width = p.kv_heads * p.group, p.head_dim // 8
+    index = block * THREADS + lanes.thread
+    number, piece = index // width, index % width
+    inside = number < p.batch * p.queries * heads
+    # Queries of a head lie side by side among the partial results.
+    rest, query = number // p.queries, number % p.queries
+    batch, q_head = rest // heads, rest % heads
+    row = _row(lanes, p, batch, q_head // p.group, query, q_head % p.group)
+    row = lanes.where(inside, row, lanes.constant(0))
+    held = _lses(lanes, refs["lse"], row, piece, width, p)
+    words = p.head_dim // 2
+
+    def load(splits: range) -> list[Any]:
+        return [lanes.load(refs["out"], (row + s * _row_count(p)) * words + piece * 4, 4) for s in splits]
+
+    batches = [range(s, min(s + AT_ONCE, p.splits)) for s in range(0, p.splits, AT_ONCE)]
+    loaded = load(batches[0])
+    shares, joint, seen = _joint(lanes, held, width)
+    first_lane = (lanes.thread & (WARP - 1)) - piece
+    sums = [lanes.real(lanes.constant(0))] * 8
+    for splits in batches:
+        loaded = loaded if splits is batches[0] else load(splits)
+        for s, packed in zip(splits, loaded, strict=True):
+            share = lanes.real(lanes.shuffle(lanes.bits(shares[s // width]), first_lane + s % width))
+            numbers = [half for word in packed for half in lanes.unpack(word, p.dtype)]
+            sums = [total + number * share for total, number in zip(sums, numbers, strict=True)]
+    packed = [lanes.pack(low, high, p.dtype) for low, high in zip(sums[::2], sums[1::2], strict=True)]
+    at = (batch * p.queries + query) * heads + q_head
+    lanes.store(refs["joined"], at * words + piece * 4, packed, where=inside)
+    lse = lanes.where(seen, lanes.bits(joint), lanes.constant(NOTHING))
+    lanes.store(refs["joined_lse"], at, [lse], where=inside & (piece < 1))
+
+
+def _importance(lanes: Any, refs: dict[str, Any], p: Plan, reduce: str) -> None:
+    """Importance of 8 entries per thread, from the chosen query's kept weights; 0 past the row's end."""
+    pair, part = lanes.block // _blocks_per_head(p), lanes.block % _blocks_per_head(p)
+    batch, head = pair // p.kv_heads, pair % p.kv_heads
+    (query,) = lanes.load(refs["query"], batch)
+    (limit,) = lanes.load(refs["lengths"], batch)
+    limit = lanes.minimum(limit & ~lanes.sign(limit), lanes.constant(p.entries))
     if p.prefix_sums:
-        limit = jnp.minimum(limit, ins["prefix_lengths"][batch])
-    first = tile_group * TILES_PER_PROGRAM
-    # Tiles past the last are the last again: their programs write the same values twice.
-    tiles = [jnp.minimum(first + i, p.kv_tiles - 1) for i in range(TILES_PER_PROGRAM)]
-    blocks = [(tile, part) for tile in tiles for part in range(0, p.kv_tile, THREADS)]
-
-    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-    # A thread's weight is that of another entry than its own: see `Parts`.
-    entry = mosaic_inline.wide_order(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout))
-
-    def write(results):
-        for (tile, part), result in zip(blocks, results, strict=True):
-            start = tile * p.kv_tile + part
-            result = plgpu.layout_cast(jnp.where(entry < limit - start, result, 0.0), layout)
-            mosaic_inline.store_each(outs["importance"].at[batch, head, pl.ds(start, THREADS)], result, entry)
-
-    query = ins["query"][batch]
-
-    @pl.when(first * p.kv_tile < limit)
-    def _some():
-        over = ins["over"] if p.prefix_sums else ins["lse"]
-        by_split = p.prefix_sums or p.splits > 1
-
-        # All loads first, so that they are in flight together.
-        def load(tile, part, member):
-            weights = plgpu.load(ins["weights"].at[batch, head, tile, member, pl.ds(part, THREADS)], layout=layout)
-            return weights, ins["tops"][batch, head, tile, member]
-
-        kept = [[load(*block, member) for block in blocks] for member in range(p.group)]
-        results = [jnp.zeros((THREADS,), jnp.float32) for _ in blocks]
-        for member in range(p.group):
-            row_tile, row = p.row_of(query, member)
-            if by_split:
-                _, lse = _shares([over[s, batch, head, row_tile, row] for s in range(p.splits)])
-            else:
-                lse = over[batch, query, head * p.group + member]
-            # Nothing seen: every weight is masked anyway, and 0 keeps the arithmetic finite.
-            lse = jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
-            for i, (weights, top) in enumerate(kept[member]):
-                weights = weights.astype(jnp.float32)
-                factor = jnp.exp2(top - lse)
-                if reduce == "max":
-                    results[i] = jnp.maximum(results[i], weights * factor)
-                else:
-                    results[i] += weights * (factor * (1 / p.group))
-        write(results)
-
-    @pl.when(first * p.kv_tile >= limit)
-    def _none():
-        write([jnp.zeros((THREADS,), jnp.float32) for _ in blocks])
+        (prefix,) = lanes.load(refs["prefix_lengths"], batch)
+        limit = lanes.minimum(limit, prefix & ~lanes.sign(prefix))
+    unit = part * THREADS + lanes.thread
+    per_tile = p.kv_tile // ENTRIES
+    tile, place = unit // per_tile, unit % per_tile
+    inside = tile < p.kv_tiles
+    # A tile past the end was never written.
+    wanted = inside & (tile * p.kv_tile < limit)
+    row_of_tops = (pair * p.kv_tiles + tile) * p.group
+    kept = [
+        lanes.load(refs["weights"], (row_of_tops + m) * (p.kv_tile // 2) + place * 4, 4, where=wanted)
+        for m in range(p.group)
+    ]
+    tops = [lanes.real(lanes.load(refs["tops"], row_of_tops + m, where=wanted)[0]) for m in range(p.group)]
+    by_split = p.splits > 1 or p.prefix_sums
+    width = min(WARP, 1 << (p.splits - 1).bit_length()) if by_split else 1
+    held = []
+    for m in range(p.group):
+        if by_split:
+            row = _row(lanes, p, batch, head, query, lanes.constant(m))
+            lane = lanes.thread & (WARP - 1)
+            held.append(_lses(lanes, refs["over" if p.prefix_sums else "lse"], row, lane % width, width, p))
+        else:
+            heads = p.kv_heads * p.group
+            at = (batch * p.padded_queries + query) * heads + head * p.group + m
+            held.append([lanes.real(lanes.load(refs["lse"], at)[0])])
+    results = [lanes.real(lanes.constant(0))] * ENTRIES
+    for m in range(p.group):
+        _, joint, _ = _joint(lanes, held[m], width)
+        factor = lanes.exp2(tops[m] - joint * LOG2E)
+        weights = [half for word in kept[m] for half in lanes.unpack(word, jnp.dtype(jnp.bfloat16))]
+        if reduce == "max":
+            results = [lanes.maximum(r, w * factor) for r, w in zip(results, weights, strict=True)]
+        else:
+            factor = factor * (1 / p.group)
+            results = [r + w * factor for r, w in zip(results, weights, strict=True)]
+    # The order in which `mosaic_inline.store_rows_wide` left them: of 32 entries a thread had 2 t, 2 t + 1 and those 8,
+    # 16 and 24 further on.
+    first = tile * p.kv_tile + (place // 4) * 32 + (place % 4) * 2
+    out = pair * (p.kv_tiles * p.kv_tile)
+    for j in range(4):
+        entry = first + 8 * j
+        words = [lanes.where(entry + b < limit, lanes.bits(results[2 * j + b]), lanes.constant(0)) for b in range(2)]
+        lanes.store(refs["importance"], out + entry, words, where=inside)

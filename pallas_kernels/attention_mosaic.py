@@ -66,7 +66,7 @@ class Parts(NamedTuple):
     prefix_lse: `f32[S, B, K, R, rows]` over the prefix alone, or None.
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
       `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written. The entries of a tile
-      are in `mosaic_inline.wide_order`.
+      are in the order of `mosaic_inline.store_rows_wide`.
     """
 
     out: jax.Array

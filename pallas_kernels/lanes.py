@@ -194,6 +194,18 @@ class Lanes:
         """1 / sqrt, to about 2 units in the last place."""
         return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "rsqrt.approx.f32 $0, $1;", "=f,f"))
 
+    def exp2(self, number: Real) -> Real:
+        """2 to its power, to about 2 units in the last place."""
+        return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+    def log2(self, number: Real) -> Real:
+        """The logarithm to base 2, to about 2**-22."""
+        return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+    def maximum(self, a: Real, b: Real) -> Real:
+        """The greater number; of a number and NaN the number."""
+        return Real(arith.maxnumf(a.ir, b.ir))
+
     def unpack(self, word: Value, dtype: Any) -> tuple[Real, Real]:
         """The two numbers of a 16-bit dtype in a word, the lower half first."""
         if dtype == jax.numpy.bfloat16:

@@ -52,6 +52,15 @@ class NumpyLanes:
     def rsqrt(self, number: np.ndarray) -> np.ndarray:
         return 1 / np.sqrt(number)
 
+    def exp2(self, number: np.ndarray) -> np.ndarray:
+        return np.exp2(number)
+
+    def log2(self, number: np.ndarray) -> np.ndarray:
+        return np.log2(number)
+
+    def maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmax(a, b)
+
     def unpack(self, word: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         halves = word.view(np.uint16).view(np.dtype(dtype)).astype(np.float32)
         return halves[0::2], halves[1::2]

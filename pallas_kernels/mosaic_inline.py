@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
@@ -35,15 +33,16 @@ def store_rows(ref, values, indices):
 
 
 def store_rows_wide(ref, values, rows):
-    """Stores rows of a wgmma tile 16 bytes at a time, their entries in another order: see `wide_order`.
+    """Stores rows of a wgmma tile 16 bytes at a time, their entries in another order.
 
     ref: in GMEM, `[m, n]`, each row 16-byte aligned; or, for values `[64]`, `[m]`.
     values: of ref's dtype: `[64, n]` in the WGMMA layout, 16 bits each, n a multiple of 32; or `[64]` in its row
       layout, 32 bits each.
     rows: `i32[64]` in the row layout. Row r goes to ref[rows[r]], or nowhere if that is negative.
 
-    PTX's layout of an accumulator: thread t of a warp holds columns 8 j + 2 (t % 4) and the next, for every j. In this
+    PTX's layout of an accumulator: thread t of a warp holds columns 8 j + 2 (t % 4) and the next, for every j. In that
     order a row takes four times as many store instructions, each of 4 bytes in four threads: half a sector of memory.
+    So within 32 entries thread t of a row's four stores 2 t, 2 t + 1 and those 8, 16 and 24 further on together.
     """
     by_row = plgpu.Layout.WGMMA.reduce(1)
     layout = plgpu.Layout.WGMMA if values.ndim == 2 else by_row
@@ -88,32 +87,6 @@ def _store_if(condition, address, words):
     constraints = ",".join(["l", *["r"] * (1 + len(words)), "~{memory}"])
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, [address, condition, *words], code, constraints, has_side_effects=True)
-
-
-def wide_order(index):
-    """The entry (i32, like index) that `store_rows_wide` puts at each position of a row.
-
-    Within 32 entries thread t of a row's four holds 2 t, 2 t + 1 and those 8, 16 and 24 further on, and stores them
-    together.
-    """
-    upper = index & ~31
-    pair, thread = (index & 6) * 4, lax.shift_right_logical(index & 24, jnp.full_like(index, 2))
-    return upper + pair + thread + (index & 1)
-
-
-def store_each(ref, values, places):
-    """ref[places[i]] = values[i], for ref `f32[n]` in GMEM, values `f32[n]` and places `i32[n]`, n = 128.
-
-    values and places in `WG_STRIDED((128,), vec_size=1)`: one of each per thread.
-    """
-    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def store(_, ref, values, places):
-        [value], [place] = (x.registers.reshape(-1) for x in (values, places))
-        memref.store(_scalar(value), ref, [arith.index_cast(ir.IndexType.get(), _scalar(place))])
-
-    store(ref, values, places)
 
 
 def computed_here(never, *arrays):

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernels of block_attention in JAX's interpreter of Mosaic GPU, on the CPU.
 
 It runs the kernels' own code, with their barriers, copies and warpgroups, on simulated memory. What it has no form of
-is replaced here: adding to a wgmma accumulator with an operand in registers, and stores of single rows and entries. The
-tests in tests/gpu have those.
+is replaced here: adding to a wgmma accumulator with an operand in registers, and stores of single rows. The tests in
+tests/gpu have those. The finishing kernel's code runs in NumPy (`lanes_numpy`).
 """
 
 import functools
@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import AttentionOutput, Importance, dispatch
+from pallas_kernels import AttentionOutput, Importance, dispatch, lanes_numpy
 from pallas_kernels.attention_plan import AttentionConfig
 from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, make
 
@@ -27,7 +27,7 @@ def interpreted(monkeypatch):
     """`attention_mosaic`, interpreted."""
     pl = pytest.importorskip("jax.experimental.pallas")
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    from pallas_kernels import attention_mosaic, mosaic_inline
+    from pallas_kernels import attention_mosaic, lanes, mosaic_inline
 
     def add_matmul(acc, weights, v_tile):
         return acc + jnp.dot(weights.astype(jnp.float32), v_tile[...].astype(jnp.float32))
@@ -44,7 +44,8 @@ def interpreted(monkeypatch):
     def store_rows_wide(ref, values, rows):
         if values.ndim == 1:
             return store_rows(ref, values, [rows])
-        order = mosaic_inline.wide_order(jnp.arange(values.shape[1]))
+        place = jnp.arange(values.shape[1])
+        order = (place & ~31) + (place & 6) * 4 + ((place & 24) >> 2) + (place & 1)
 
         @pl.loop(0, 64)
         def _row(row):
@@ -52,13 +53,10 @@ def interpreted(monkeypatch):
             def _store():
                 ref[rows[row]] = values[row][order]
 
-    def store_each(ref, values, places):
-        ref[...] = jnp.zeros_like(values).at[places].set(values)
-
     monkeypatch.setattr(mosaic_inline, "computed_here", lambda never, *arrays: None)  # only tells when
     monkeypatch.setattr(mosaic_inline, "store_rows", store_rows)
     monkeypatch.setattr(mosaic_inline, "store_rows_wide", store_rows_wide)
-    monkeypatch.setattr(mosaic_inline, "store_each", store_each)
+    monkeypatch.setattr(lanes, "launch", lanes_numpy.launch)
     with plgpu.force_gpu_interpret_mode():
         yield attention_mosaic.attention_mosaic
 
