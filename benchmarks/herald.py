@@ -145,7 +145,7 @@ class Case:
                 taken.append(time.perf_counter() - began)
             stats = pipeline.settle()
             self.host = pipeline._host  # appended to in place: the arrays that were put in are gone
-            alone = []
+            alone, how = [], pipeline._on_device(*how)
             for _ in range(3):
                 began = time.perf_counter()
                 rows, inside = pipeline._denoise(rows, how, first=True)

@@ -166,6 +166,10 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-cache", action="store_true", help="Fast-dLLM v2's cache of sub-blocks")
 
 
+def _share_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The flags of the plans; those of one plan default to None."""
     group = parser.add_argument_group("plan")
@@ -200,7 +204,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft", action=argparse.BooleanOptionalAction, help="herald: select while the block before is written"
     )
-    group.add_argument("--draft-at", type=float, metavar="F", help="herald: share of the block revealed at the draft")
+    group.add_argument(
+        "--draft-at", type=_share_or_auto, metavar="F", help="herald: share of the block revealed at the draft, or auto"
+    )
     group.add_argument("--index-bits", type=int, metavar="N", help="herald: 8 or 4, of the index on the device")
     group.add_argument("--split", type=float, metavar="F", help="herald: share of the layers that 'split' indexes")
     group.add_argument(

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from herald_jax import device_index, host_kv, host_prefill, host_select, offload, sharding
 from herald_jax.block_loop import LoopOptions, Rows
@@ -53,7 +55,10 @@ class Pipeline:
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
-        self._scanner = Scanner()
+        self._scanner = Scanner(beside_gpu=host_kv.on_gpu(options.mesh))
+        self._everywhere = sharding.one_device() if options.mesh is None else NamedSharding(options.mesh, P())
+        self._how: tuple[Any, Any] | None = None
+        self._constants: dict[Any, jax.Array] = {}
         self._index: tuple[QuantisedKeys, ...] = ()
         self._moved: list[jax.Array] = []
         self._choose = plan.selector == "auto" and plan.draft  # not chosen yet
@@ -112,7 +117,7 @@ class Pipeline:
 
     def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
         """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""
-        how = (policy, sampling, stops)
+        how = self._on_device(policy, sampling, stops)
         if not self._plan.draft:
             return self._exact_block(rows, how, last=last)
         if last:
@@ -129,15 +134,29 @@ class Pipeline:
         rows, spare, held, moved = offload.finish(
             self._params, rows, self._spare, scored, prefix, self._held, self._host, *how, options=self._options
         )
+        if offload.leaves_last(how[0]):
+            rows, _ = offload.advance(self._params, rows, *how, steps=1, options=self._options)
         self.stats.blocks += 1
         self._moved.append(moved)
         del scored
         return self._turn(rows, spare, held, prefix)
 
+    def _on_device(self, *how: Any) -> Any:
+        """The numbers that every program takes, moved to the device once: each of them would be, with every call."""
+        if self._how is None or any(a is not b for a, b in zip(how, self._how[0], strict=True)):
+            self._how = (how, jax.device_put(how, self._everywhere))
+        return self._how[1]
+
+    def _constant(self, value: np.generic) -> jax.Array:
+        key = (value.dtype, value.item())
+        if key not in self._constants:
+            self._constants[key] = jax.device_put(value, self._everywhere)
+        return self._constants[key]
+
     def _denoise(
         self, rows: Rows, how: Any, *, first: bool, limit: int = _NEVER, until_drafted: bool = False
     ) -> tuple[Rows, jax.Array]:
-        where = (np.bool_(first), np.int32(limit), np.bool_(until_drafted))
+        where = tuple(self._constant(x) for x in (np.bool_(first), np.int32(limit), np.bool_(until_drafted)))
         return offload.denoise(self._params, rows, *how, *where, options=self._options)
 
     def _scan_beside(

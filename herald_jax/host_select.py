@@ -1,8 +1,8 @@
 """HERALD's selection on the CPU: every key's score, from keys read where they lie in host memory.
 
-The scan runs on JAX's CPU backend from worker threads, beside the GPU's denoising. It reads the page-locked arrays
-where they are, through NumPy views of their memory that the CPU backend takes without a copy. A scan is over before the
-cache is appended to: the pipeline waits for its result in between.
+The scan runs on JAX's CPU backend, beside the GPU's denoising. It reads the page-locked arrays where they are, through
+NumPy views of their memory that the CPU backend takes without a copy. A scan is over before the cache is appended to:
+the pipeline waits for its result in between.
 
 The CPU multiplies and nothing else. Softmax, mean and top-k are left to the device, which has them done in the time
 that exponentials alone would cost the CPU; the scores that cross PCIe for it are a 32nd of the keys at four queries per
@@ -12,14 +12,12 @@ head and head dim 128.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import itertools
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,15 +29,13 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from herald_jax import host_threads
 from herald_jax.errors import GenerationError
 
 _F16_MAX = float(np.finfo(np.float16).max)
 
-
-# How XLA is to compile a scan, for the one thread that each runs on; other scans run beside it.
-_COMPILED = {
-    "xla_cpu_multi_thread_eigen": False,  # library calls, and then XLA's own loops, stay on one thread
-    "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
+# How XLA is to compile a scan.
+_COMPILED = host_threads.ONE_THREAD | {
     "xla_cpu_enable_fast_math": True,  # sums may be reordered, without which no reduction is vectorised; NaN is kept
     "xla_cpu_prefer_vector_width": 512,
 }
@@ -50,6 +46,8 @@ _STREAMED_QUERIES = 8
 _TURN = 272
 # Bytes of keys that one call scans at least, if there are heads enough: a call holds Python's lock for some 50 us.
 _CALL = 16 * 2**20
+# Calls in XLA's queue for each core at most: more would keep their scores in memory for nothing.
+_AHEAD = 2
 
 
 @functools.partial(jax.jit, static_argnames="reach", compiler_options=_COMPILED)
@@ -154,20 +152,17 @@ class Scanned:
     nbytes: int
 
 
-def _yield_to_launches() -> None:
-    """Give way to other threads: the one that launches the GPU's work must not wait for a core."""
-    if sys.platform == "linux":  # where a thread has a niceness of its own
-        with contextlib.suppress(OSError):  # not allowed in some sandboxes; the scan is right either way
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
 class Scanner:
-    """A thread that scans, and as many that help it as there are cores.
+    """A thread that hands out the scan to JAX's CPU backend, and one that collects its scores.
+
+    XLA computes on threads of its own, whoever calls it. So one thread calls, without waiting for what it called: more
+    of them would take turns at Python's lock, and the thread that launches the GPU's work with them. Where there are
+    cores enough, XLA's threads leave some of them to these (`host_threads.py`).
 
     `submit` returns at once; an error in any of the threads comes out of the future's result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside_gpu: bool = False) -> None:
         try:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
@@ -176,9 +171,11 @@ class Scanner:
                 "JAX_PLATFORMS unset or name both, as in JAX_PLATFORMS=cuda,cpu"
             ) from None
         self._stages: list[_Stage] = []
-        self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._room = threading.BoundedSemaphore(_AHEAD * cores)
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
-        self._help = concurrent.futures.ThreadPoolExecutor(self._threads, "herald-scan-part", _yield_to_launches)
+        self._collect = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-scores")
+        self._holds = beside_gpu and host_threads.hold(self._cpu)
 
     def submit(
         self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array
@@ -187,35 +184,36 @@ class Scanner:
         return self._lead.submit(self._scan, queries, tuple(keys), lengths)
 
     def close(self) -> None:
-        """Wait for what is running, drop what is not, end the threads."""
+        """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
         self._lead.shutdown(wait=True, cancel_futures=True)
-        self._help.shutdown(wait=True, cancel_futures=True)
+        self._collect.shutdown(wait=True, cancel_futures=True)
+        if self._holds:
+            host_threads.release(self._cpu)
+            self._holds = False
 
     def _scan(self, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> Scanned:
-        rows, asked = _shards(lengths), _shards(queries)  # waits for the draft
+        asked, rows = _shards(queries), _shards(lengths)  # waits for the draft
         began = time.perf_counter()
         nbytes = 0
-        layers: list[list[concurrent.futures.Future[None]]] = []
-        for layer, k in enumerate(keys):
-            stage = self._staging(layer, k, queries.shape[-2])
-            parts = []
-            for device, view in host_views(k).items():
-                for row, length in enumerate(rows[device]):
-                    reach = _reach(int(length), view.shape[3])
-                    # Part of the keys of several heads is no array of its own, which is all that XLA's product takes.
-                    size = reach * view.shape[4] * view.itemsize if _streamed(asked[device], view) else _CALL
-                    for heads in _calls(view.shape[2], size) if reach else ():
-                        part = (asked[device][layer, row, heads], view[0, row, heads], reach)
-                        out = stage.views[device][row, heads, :, :reach]
-                        parts.append(self._help.submit(self._part, *part, out))
-                nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
-            layers.append(parts)
-        scores = []
-        for layer, parts in enumerate(layers):
-            for done in parts:
-                done.result()
-            stage = self._stages[layer]
-            scores.append(jax.device_put(stage.array, stage.target, may_alias=False))
+        sent: list[concurrent.futures.Future[jax.Array]] = []
+        try:
+            for layer, k in enumerate(keys):
+                stage = self._staging(layer, k, queries.shape[-2])
+                calls: list[concurrent.futures.Future[None]] = []
+                for device, view in host_views(k).items():
+                    for row, length in enumerate(rows[device]):
+                        reach = _reach(int(length), view.shape[3])
+                        # Part of the keys of several heads is no array of its own, all that XLA's product takes.
+                        size = reach * view.shape[4] * view.itemsize if _streamed(asked[device], view) else _CALL
+                        for heads in _calls(view.shape[2], size) if reach else ():
+                            part = self._part(asked[device][layer, row, heads], view[0, row, heads], reach)
+                            out = stage.views[device][row, heads, :, :reach]
+                            calls.append(self._collect.submit(self._store, part, out))
+                    nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
+                sent.append(self._collect.submit(_send, stage, calls))
+            scores = [layer.result() for layer in sent]
+        finally:
+            self._collect.submit(_nothing).result()  # no scan is left that reads the keys, whatever went wrong
         jax.block_until_ready(scores)  # the staging memory is written again by the next scan
         return Scanned(tuple(scores), time.perf_counter() - began, nbytes)
 
@@ -225,15 +223,38 @@ class Scanner:
             self._stages.append(_Stage(k, queries))
         return self._stages[layer]
 
-    def _part(self, q: np.ndarray, k: np.ndarray, reach: int, out: np.ndarray) -> None:
-        """The scores `[H, R, reach]` of some heads of a row into `out`, from all their keys `[H, N, D]`.
+    def _part(self, q: np.ndarray, k: np.ndarray, reach: int) -> jax.Array:
+        """Begin to score some heads of a row, all their keys `[H, N, D]`; the result `[H, R, reach]` is on its way.
 
         NumPy arrays go in as they are, because `device_put` would hold Python's lock for longer than the whole call.
         JAX reads them in place where they begin at a multiple of 64 bytes, as heads of 32 dimensions and more do.
         """
         k = k.view(np.uint32) if _streamed(q, k) else k[:, :reach]
-        with jax.default_device(self._cpu):
-            out[:] = scan(q, k, reach=reach)
+        self._room.acquire()
+        try:
+            with jax.default_device(self._cpu):
+                return scan(q, k, reach=reach)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def _store(self, scores: jax.Array, out: np.ndarray) -> None:
+        """Wait for what `_part` began, and put it into staging memory."""
+        try:
+            out[:] = scores
+        finally:
+            self._room.release()
+
+
+def _send(stage: _Stage, calls: list[concurrent.futures.Future[None]]) -> jax.Array:
+    """Send a layer's scores to the device, all of whose `calls` are over."""
+    for call in calls:
+        call.result()
+    return jax.device_put(stage.array, stage.target, may_alias=False)
+
+
+def _nothing() -> None:
+    """What one waits for to know that everything before it is over."""
 
 
 def _streamed(q: np.ndarray, k: np.ndarray) -> bool:

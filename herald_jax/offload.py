@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import select
+from herald_jax import draft_moment, select
 from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
-from herald_jax.denoise import Policy, Sampling
+from herald_jax.denoise import Editing, Policy, Sampling
 from herald_jax.host_kv import HostKV, on_gpu
 from herald_jax.model import Params, Transformer, bind
 from herald_jax.plans import Herald
@@ -66,17 +66,23 @@ def _run(
     first: jax.Array,
     limit: jax.Array,
     until_drafted: jax.Array,
+    *,
+    but_last: bool = False,
 ) -> Rows:
     """Steps until every row has committed, at most `limit`, or with `until_drafted` until every row has its draft.
 
-    Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
+    Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one. With
+    `but_last` the steps end before the one that commits the last rows, where that can be told (`_one_is_left`).
     """
 
     def going(state: tuple[jax.Array, Rows]) -> jax.Array:
         i, rows = state
         starting = first & (i == 0)
         drafted = jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
-        return starting | (_inside(rows) & (i < limit) & ~(until_drafted & drafted))
+        wanted = (i < limit) & ~(until_drafted & drafted)
+        if but_last:
+            wanted &= ~_one_is_left(rows)
+        return starting | (_inside(rows) & wanted)
 
     def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         i, rows = state
@@ -99,12 +105,23 @@ def _one_step(
     rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
     # A row that has just committed was drafted at the latest when its block was complete, a step before.
     apart = waiting | (rows.step == 0)
-    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, _plan(options).draft_at)
+    wanted = draft_moment.revealed(_plan(options), options.config, policy, rows.length)
+    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, wanted)
     return dataclasses.replace(rows, cache=cache)
 
 
 def _inside(rows: Rows) -> jax.Array:
     return jnp.any(~rows.done & (rows.step > 0))
+
+
+def _one_is_left(rows: Rows) -> jax.Array:
+    """Whether the next forward commits every row that is inside its block. Not for policies that rewrite tokens."""
+    return jnp.all(rows.done | (rows.step == 0) | jnp.all(rows.known, axis=1))
+
+
+def leaves_last(policy: Policy) -> bool:
+    """Whether `finish` leaves the block's last forward to an `advance`: not if it alone tells that it is the last."""
+    return not isinstance(policy, Editing)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
@@ -148,15 +165,20 @@ def advance(
     """`steps` further denoising steps of a block that has begun, for a device that must not wait for its host.
 
     As `denoise` with that limit, and the same results. But a loop that may end early is driven by the host, step by
-    step: it waits for each step before it launches the next. This one has no such loop: the call returns at once, and
-    several of them can be queued. Steps after the last row has committed are carried out on nothing, and not counted.
+    step: it waits for each step before it launches the next. This one has no such loop: the call returns once all is
+    launched, and several of them can be queued. Steps after the last row has committed are carried out on nothing, and
+    not counted.
     """
     model = bind(options.config, params)
-    for _ in range(steps):
+
+    def one(_: Any, rows: Rows) -> Rows:
         going = _inside(rows)
         after = _one_step(model, rows, policy, sampling, stops, options, waiting=rows.step == 0)
         counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
-        rows = dataclasses.replace(after, batch_forwards=counted)
+        return dataclasses.replace(after, batch_forwards=counted)
+
+    # A number of steps that XLA knows: the host need not see the end of any of them.
+    rows = one(0, rows) if steps == 1 else jax.lax.fori_loop(0, steps, one, rows)
     return placed_rows(rows, options.mesh), _inside(rows)
 
 
@@ -205,7 +227,10 @@ def finish(
     *,
     options: LoopOptions,
 ) -> tuple[Rows, DeviceKV, Held, jax.Array]:
-    """Fill `spare` for the next block and run this one to its end, side by side on a GPU.
+    """Fill `spare` for the next block and run this one almost to its end, side by side on a GPU.
+
+    The last forward is left to `advance` (see `leaves_last`). A loop's end is seen by the host: had the block ended in
+    this one, the device would have nothing to do until the host has launched what comes after it.
 
     Args:
       importance: f32[B, K, N] of each pooled layer.
@@ -263,7 +288,7 @@ def finish(
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     model = bind(options.config, params)
     no = jnp.zeros((), bool)
-    rows = _run(model, rows, policy, sampling, stops, options, no, jnp.int32(_NEVER), no)
+    rows = _run(model, rows, policy, sampling, stops, options, no, jnp.int32(_NEVER), no, but_last=leaves_last(policy))
     return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
 
 

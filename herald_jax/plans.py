@@ -149,7 +149,8 @@ class Herald:
         block's own first step, exactly, by moving every layer's K and V through device memory once: MAGE's selection
         with the cache in host memory, and nothing hidden.
       draft_at: share of the block that must be revealed before the draft is made (ours). Earlier leaves more time to
-        scan, later makes a better draft.
+        scan, later makes a better draft. "auto": under a policy of fixed steps as late as the scan and the fetch can
+        still be hidden, by counting bytes (`draft_moment.py`), and never after 0.5; under the others at 0.5.
       selector: who scores the keys: "cpu" (the paper's), "index" (the device, on a quantised copy of K that it keeps;
         ours), "split" (the device for some layers, the CPU for the others; ours), or "auto" (measures the CPU's scan
         and the denoising steps on the first blocks, and moves to the index what the CPU cannot finish in time).
@@ -168,7 +169,7 @@ class Herald:
     sinks: int = 0
     recent: int = 0
     draft: bool = True
-    draft_at: float = 0.5
+    draft_at: float | Literal["auto"] = 0.5
     selector: Literal["cpu", "index", "split", "auto"] = "cpu"
     index_bits: int = 8
     split: float = 0.5
@@ -190,9 +191,13 @@ class Herald:
         )
         for name, least in (("dense_layers", 0), ("min_budget", 0), ("sinks", 0), ("recent", 0), ("segment", 1)):
             _check_integer(self, name, least)
-        for name in ("draft_at", "split"):
+        for name, also in (("draft_at", ' or "auto"'), ("split", "")):
             value = getattr(self, name)
-            _ask(0 <= value <= 1, f"{name} is {value!r}, but must be a fraction in [0, 1]")
+            fraction = isinstance(value, (int, float)) and 0 <= value <= 1
+            _ask(
+                fraction or (also != "" and value == "auto"),
+                f"{name} is {value!r}, but must be a fraction in [0, 1]{also}",
+            )
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for."""

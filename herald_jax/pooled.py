@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -227,10 +226,11 @@ def after_step(
     )
 
 
-def note_drafts(cache: PooledKV, canvas: jax.Array, known: jax.Array, waiting: jax.Array, share: float) -> PooledKV:
-    """After a step: keep the draft of rows that have just revealed `share` of their block (i32, bool[B, M])."""
-    block = canvas.shape[1]
-    enough = jnp.sum(known, axis=1) >= math.ceil(share * block)
+def note_drafts(
+    cache: PooledKV, canvas: jax.Array, known: jax.Array, waiting: jax.Array, wanted: int | jax.Array
+) -> PooledKV:
+    """After a step: keep the draft of rows that now have `wanted` (or i32[B]) positions of their block (bool[B, M])."""
+    enough = jnp.sum(known, axis=1) >= wanted
     now = enough & ~cache.drafted & ~waiting
     new = jnp.concatenate([jnp.where(known, canvas, cache.guess), cache.guess[:, :1]], axis=1)
     draft = jnp.where(now[:, None], new, cache.draft)

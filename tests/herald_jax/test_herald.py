@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import herald_jax
+from benchmarks.shapes import SHAPES
 from herald_jax import (
     BlockEvent,
     Dense,
@@ -18,8 +19,10 @@ from herald_jax import (
     Herald,
     Mage,
     Model,
+    StaticLowConfidence,
     Stats,
     Threshold,
+    draft_moment,
     host_kv,
     host_select,
     offload,
@@ -87,6 +90,35 @@ def test_equals_the_plain_restatement_row_by_row(form, plan):
     assert result.tokens != herald_jax.generate(model, prompts, REQUEST, Dense()).tokens
 
 
+@pytest.mark.once
+def test_an_automatic_draft_is_as_early_as_the_scan_needs_it():
+    """The restatement is given the share that this tiny model comes to: its steps hide nothing, so the first one's."""
+    request = dataclasses.replace(REQUEST, policy=StaticLowConfidence(4))
+    plan = dataclasses.replace(SPARSE, draft_at="auto")
+    model, prompts = tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS)
+    tokens = herald_jax.generate(model, prompts, request, plan).tokens
+    early, late = (dataclasses.replace(plan, draft_at=share) for share in (0.25, 0.5))
+    assert tokens == [plain_herald.decode(model, prompt, request, early) for prompt in prompts]
+    assert tokens != herald_jax.generate(model, prompts, request, late).tokens
+    assert generated(plan).tokens == generated(late).tokens  # a threshold: nobody knows how many steps there will be
+
+
+def test_the_draft_is_made_as_late_as_what_follows_can_be_hidden():
+    def moment(thousands, rows=1, steps=32, **plan):
+        prefix = jnp.full((rows,), 1024 * thousands, jnp.int32)
+        plan = Herald(0.05, draft_at="auto", **plan)
+        return np.asarray(draft_moment.revealed(plan, SHAPES["sdar8b"], StaticLowConfidence(steps), prefix)).tolist()
+
+    assert moment(16) == [16]  # half of the block
+    # 64K: 4.8 GB of keys take 93 ms, the fetch of 0.5 GB 11, steps of 16.9 GB 5.6 each: 19 steps, and 4 for slack.
+    assert moment(64) == [9]
+    assert moment(128) == [1]
+    assert moment(64, rows=8) == [1] * 8
+    assert moment(64, rows=8, selector="index")[0] > 1
+    assert moment(64, rows=1, steps=10, selector="index") == [14]  # after 4, 4, 3 and 3
+    assert moment(64, selector="split", split=0.5)[0] > moment(64)[0]
+
+
 def test_streams_the_same_blocks_and_reports_what_it_moved():
     streamed, stats = [[] for _ in LENGTHS], None
     for event in herald_jax.stream(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE):
@@ -110,7 +142,8 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
 def test_steps_queued_ahead_end_where_the_loop_ends():
     """Also those that were queued in vain, after the last row has committed."""
     with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
-        pipeline, how = run._pipeline, (REQUEST.policy, run._sampling, run._stops)
+        pipeline = run._pipeline
+        how = pipeline._on_device(REQUEST.policy, run._sampling, run._stops)
         rows, more = pipeline._denoise(run._rows, how, first=True, until_drafted=True)
         looped, _ = pipeline._denoise(jax.tree.map(jnp.copy, rows), how, first=False)
         steps = 0
@@ -246,6 +279,7 @@ def test_too_little_host_memory_is_a_sentence_with_both_figures(monkeypatch):
         ({"selector": "gpu"}, "selector is 'gpu'"),
         ({"index_bits": 2}, "index_bits is 2"),
         ({"draft_at": 1.5}, "draft_at is 1.5"),
+        ({"draft_at": "late"}, "draft_at is 'late', but must be a fraction in .* or \"auto\""),
         ({"segment": 0}, "segment is 0"),
         ({"budget": 4, "min_budget": 0, "sinks": 3, "recent": 2}, "sinks and recent are 5"),
     ],

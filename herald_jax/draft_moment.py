@@ -1,0 +1,61 @@
+"""When to make the draft: early enough to hide what follows from it, and no earlier.
+
+From counts alone, not from measurements: what is drafted decides which tokens are written, and the same request is to
+write the same tokens whatever else the machine is doing. The rates below are those of the machine this was measured on
+(docs/herald.md); on a slower one more is exposed, on a faster one the draft could have been a little better.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from herald_jax import select
+from herald_jax.config import ModelConfig
+from herald_jax.denoise import Policy, Sequential, StaticLowConfidence
+from herald_jax.model import param_specs
+from herald_jax.plans import Herald
+
+LATEST = (
+    0.5  # share of the block that is revealed at the latest draft that "auto" makes, and at all if nothing is known
+)
+_SCAN_RATE = 55e9  # bytes of keys a second, 16 cores of the host
+_FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
+_STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
+_LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
+_STEPS_BESIDE = 4  # those queued when the scan ends, and the last one, beside which nothing is fetched
+
+
+def revealed(plan: Herald, config: ModelConfig, policy: Policy, prefix: jax.Array) -> int | jax.Array:
+    """How many positions of its block a row must have revealed when it is drafted: an int, or i32[B].
+
+    With `draft_at` "auto" and a policy of a known number of steps: so early that the steps left take as long as the
+    scan and the fetch will, by the rates above; but not before the first step, nor after half of the block. Each row is
+    judged as though all of the batch had its own `prefix` i32[B], so that this depends on no neighbour's length.
+    """
+    block = config.diffusion.block_length
+    latest = math.ceil(LATEST * block)
+    if plan.draft_at != "auto":
+        return math.ceil(plan.draft_at * block)
+    if not isinstance(policy, (StaticLowConfidence, Sequential)):
+        return latest
+    batch, layers = prefix.shape[0], config.num_layers - plan.dense_layers
+    vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # of one layer's K or V, a token
+    scanned = {"index": 0.0, "split": 1 - plan.split}.get(plan.selector, 1.0) * float(batch * layers * vector)
+    entries = select.budget_of(plan, prefix).astype(jnp.float32)
+    fetched = 2.0 * batch * layers * vector * entries
+    step = (_weight_bytes(config) + fetched) / _STEP_RATE
+    hidden = _LATENCY * (scanned > 0) + scanned * prefix.astype(jnp.float32) / _SCAN_RATE + fetched / _FETCH_RATE
+    steps = jnp.int32(block) if policy.steps is None else jnp.minimum(policy.steps, block)
+    before = jnp.maximum(steps - jnp.ceil(hidden / step).astype(jnp.int32) - _STEPS_BESIDE, 1)
+    shown = before * (block // steps) + jnp.minimum(before, block % steps)  # `denoise.schedule`
+    return jnp.minimum(shown, latest)
+
+
+@functools.cache
+def _weight_bytes(config: ModelConfig) -> float:
+    # In floating point like all that is traced here: most models exceed an int32.
+    return float(sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values()))
