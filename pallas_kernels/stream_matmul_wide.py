@@ -1,7 +1,7 @@
 """The matmul of `stream_matmul` for 129 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
 
 With so many tokens the tensor cores take longer than the memory does. So a program has a tile as large as the registers
-hold, all tokens against 128 or 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
+hold, all tokens against 128 to 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
 tokens' accumulators and goes through the contracted axis, fed by one that only issues TMA copies. Weights pass through
 once. The two programs of a cluster fetch the tokens once for both.
 """
@@ -22,7 +22,7 @@ from pallas_kernels.stream_matmul_mosaic import DEPTH, GATED_KERNEL_NAME, KERNEL
 
 WARPGROUPS = 2
 ROWS = 128  # tokens per compute warpgroup
-COLUMNS = (128, 192)  # per program: 128 or 192 registers of accumulators per thread
+COLUMNS = (128, 160, 192)  # per program: as many registers of accumulators per thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WideConfig:
     """How the work is cut.
 
     Attributes:
-        columns: of the weights per program, 128 or 192 (gated: half of them gate).
+        columns: of the weights per program, one of COLUMNS (gated: half of them gate).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
         cluster: programs of neighbouring columns that share token tiles, 1 or 2: so often less the L2 delivers them.
@@ -66,7 +66,7 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfi
         busy = waves * (2 + -(-steps // splits) * width * DEPTH * padded(tokens) * 2 / 6.1e6)
         return busy + (splits * tokens * columns * 4 / 4e6 if splits > 1 else 0)
 
-    widths = [width for width in COLUMNS if width <= columns * (2 if gated else 1)]
+    widths = [width for width in (128, 192) if width <= columns * (2 if gated else 1)]  # 160 has not been timed
     most = 1 if gated else min(MAX_SPLITS, steps)
     width, splits = min(((w, s) for w in widths for s in range(1, most + 1)), key=cost)
     shared = programs(width) > 1 and tokens % 16 == 0
@@ -89,8 +89,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     programs = -(-columns // width)
     steps = depth // DEPTH
     halves = 2 if gated else 1
-    # Halves of 96 columns are whole rows of the narrower swizzle only.
-    piece = 32 if width % 64 else 64
+    # Halves of 96 or 80 columns are whole rows of narrower swizzles only.
+    piece = next(n for n in (64, 32, 16) if width % n == 0)
     pieces = DEPTH // piece
     w = w.reshape(depth, -1)
     dtype = x.dtype
@@ -219,7 +219,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
 
 def _check(config: WideConfig, tokens: int, columns: int, width: int, gated: bool) -> None:
     if config.columns not in COLUMNS or width > columns:
-        raise ValueError(f"a program has 128 or 192 columns, and no more than there are: not {config} for {columns}")
+        raise ValueError(f"a program has {COLUMNS} columns, and no more than there are: not {config} for {columns}")
     if config.splits < 1 or (gated and config.splits > 1):
         raise ValueError(f"a gated product has 1 split, any other at least 1: not {config.splits}")
     if config.cluster not in (1, 2) or tokens % (8 * config.cluster):
