@@ -16,7 +16,8 @@ import argparse
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,35 +100,43 @@ def _start(config: ModelConfig, batch: int, context: int, capacity: int) -> tupl
 
 
 class Steps:
-    """The programs of one shape and batch, with room for the longest context: one counts experts, one is timed."""
+    """The programs of one shape and batch, with room for the longest context: one counts experts, one is timed.
 
-    def __init__(self, config: ModelConfig, batch: int, longest: int, steps: int):
+    They are lowered here and compiled in threads of `pool`, for which their first use waits.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, longest: int, steps: int, pool: Executor):
         self.config, self.batch, self.steps = config, batch, steps
         self.capacity = capacity_for(longest + config.diffusion.block_length)
         with counting(config.diffusion.block_length) as self._counts:
-            self._counting = self._compiled(4)
-        self._timed = self._compiled(steps)
+            self._counting = pool.submit(self._lowered(4).compile)
+        self._timed = pool.submit(self._lowered(steps).compile)
 
-    def _compiled(self, steps: int) -> Callable[..., tuple[DeviceKV, jax.Array]]:
+    def wait(self) -> None:
+        """Until both are compiled."""
+        self._counting.result()
+        self._timed.result()
+
+    def _lowered(self, steps: int) -> Any:
         start = jax.eval_shape(functools.partial(_start, self.config, self.batch, 0, self.capacity))
-        return _steps.lower(self.config, abstract_params(self.config), *start, steps=steps).compile()
+        return _steps.lower(self.config, abstract_params(self.config), *start, steps=steps)
 
     def touched(self, params: Params, context: int) -> float:
         """How many experts of a layer a step touches on average."""
         self._counts.clear()
-        jax.block_until_ready(self._counting(params, *_start(self.config, self.batch, context, self.capacity)))
+        jax.block_until_ready(self._counting.result()(params, *_start(self.config, self.batch, context, self.capacity)))
         jax.effects_barrier()
         return float(np.mean(self._counts))
 
     def seconds(self, params: Params, contexts: Sequence[int]) -> dict[int, float]:
         """Seconds per step at each context."""
         cache, _, key = _start(self.config, self.batch, 0, self.capacity)
-        found = {}
+        timed, found = self._timed.result(), {}
         for context in contexts:
             length, state = jnp.full((self.batch,), context, jnp.int32), [cache]
 
             def run(length=length, state=state) -> jax.Array:
-                state[0], tokens = self._timed(params, state[0], length, key)
+                state[0], tokens = timed(params, state[0], length, key)
                 return tokens
 
             found[context] = common.wall_time(run, [()], repeats=3) / self.steps
@@ -240,8 +249,10 @@ class Run:
         config = SHAPES[name]
         batches = [int(batch) for batch in self.options.batches.split(",")]
         contexts = [1024 * int(thousands) for thousands in self.options.contexts.split(",")]
-        with self.turns.compiling():
-            programs = {batch: Steps(config, batch, max(contexts), self.options.steps) for batch in batches}
+        with self.turns.compiling(), ThreadPoolExecutor(3) as pool:
+            programs = {batch: Steps(config, batch, max(contexts), self.options.steps, pool) for batch in batches}
+            for program in programs.values():
+                program.wait()
             common.stage(f"{name} steps: compiled")
         params = self._load(name, max(batches), max(contexts))
         bandwidth = common.copy_bandwidth()
@@ -258,8 +269,8 @@ class Run:
     def mage(self, name: str) -> None:
         config, context, batch = SHAPES[name], 1024 * self.options.plan_context, self.options.plan_rows
         plans = (Dense(), Mage())
-        with self.turns.compiling():
-            programs = [compile_ahead(config, batch, context, plan) for plan in plans]
+        with self.turns.compiling(), ThreadPoolExecutor(2) as pool:
+            programs = list(pool.map(lambda plan: compile_ahead(config, batch, context, plan), plans))
             common.stage(f"{name} mage: compiled")
         params = self._load(name, batch, context)
         dense, sparse = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,8 @@ def test_published_sizes() -> None:
 def test_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", MOE)
     params = moe.parameters(MOE)
-    steps = moe.Steps(MOE, 2, 40, 2)
+    with ThreadPoolExecutor(1) as pool:
+        steps = moe.Steps(MOE, 2, 40, 2, pool)
     assert 3 < steps.touched(params, 40) <= 8  # more than one token's, for they are routed apart
     assert all(seconds > 0 for seconds in steps.seconds(params, [20, 40]).values())
     row = moe.expert_row("tiny", 2, params)
