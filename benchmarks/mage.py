@@ -188,7 +188,7 @@ class Run:
                 print(f"{name} b{batch} {thousands}k does not fit: {sizes}", flush=True)
         if not contexts:
             return
-        cases = [case.split(":") for case in self.options.dense.split(",")]
+        cases = [case.split(":") for case in self.options.dense.split(",") if case]
         short = [1024 * int(thousands) for shape, rows, thousands in cases if (shape, int(rows)) == (name, batch)]
         short = [context for context in short if context not in contexts]
         where = f"{name} b{batch}"

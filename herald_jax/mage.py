@@ -42,6 +42,8 @@ class MageKV:
       counts: i32[L, B], entries of the pool before the block's: the selected ones, and with `plan.select_every` those
         of the blocks written since.
       indices: i32[L, B, K, P], every layer's selection, ascending, -1 padded.
+      scores: f32[S, B, K, N], what the S layers that select look at, until all choose at once; None where a layer
+        chooses by itself.
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
       quality: f32[L, B, 2], recall and kept mass of the last sparse step in each layer, and `measured` f32[B, 3], their
         sums over layers and steps and the number of summands; None unless the plan measures.
@@ -52,6 +54,7 @@ class MageKV:
     pool: DeviceKV
     counts: jax.Array
     indices: jax.Array
+    scores: jax.Array | None
     votes: jax.Array | None
     need: jax.Array | None
     quality: jax.Array | None
@@ -66,7 +69,9 @@ class MageKV:
         # A row that waits writes behind its last block; the next selection is what makes room again.
         blocks = 1 if plan.select_every == 1 else plan.select_every + 1
         pool = DeviceKV.empty(config, batch, capacity + blocks * config.diffusion.block_length, mesh)
-        votes = need = None
+        scores = votes = need = None
+        if plan.selector == "mage" and plan.allocate == "uniform":
+            scores = jnp.zeros((max(layers - plan.dense_layers, 0), batch, heads, slots), jnp.float32)
         if plan.allocate == "layer_adaptive":
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
             need = jnp.zeros((layers, batch, heads), jnp.float32)
@@ -75,7 +80,7 @@ class MageKV:
         counts = jnp.zeros((layers, batch), jnp.int32)
         indices = jnp.full((layers, batch, heads, capacity), -1, jnp.int32)
         rest = Rest.empty(config, batch) if plan.keeps_rest else None
-        return cls(full, pool, counts, indices, votes, need, quality, measured, rest)
+        return cls(full, pool, counts, indices, scores, votes, need, quality, measured, rest)
 
     @property
     def nbytes(self) -> int:
@@ -84,12 +89,14 @@ class MageKV:
 
 def _specs(kv: MageKV) -> MageKV:
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
+    scores = None if kv.scores is None else P(None, "data", "model", None)
     votes = None if kv.votes is None else P(None, "data", "model", None)
     need = None if kv.need is None else P(None, "data", "model")
     quality = None if kv.quality is None else P(None, "data", None)
     measured = None if kv.measured is None else P("data", None)
     rest = None if kv.rest is None else Rest.specs()
-    return MageKV(both, both, P(None, "data"), _INDICES, votes, need, quality, measured, rest)  # type: ignore[arg-type]
+    plain = P(None, "data"), _INDICES, scores, votes, need, quality, measured, rest
+    return MageKV(both, both, *plain)  # type: ignore[arg-type]
 
 
 def placed(kv: MageKV, mesh: Mesh) -> MageKV:
@@ -264,7 +271,8 @@ class MageAttend:
         return block_attention(q, kv.k, kv.v, visible, layer=layer, implementation=self.implementation, **importance)
 
     def _select(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> tuple[jax.Array, MageKV]:
-        """Exact attention of one sparse layer, and its selection: into the indices, or into votes when layers share.
+        """Exact attention of one sparse layer, and its selection: into the indices, or what later becomes one into
+        scores, or into votes when layers share.
 
         What the selection reads of the whole cache, it must have read before the next layer writes to that cache in
         place; otherwise XLA copies all layers of K to keep it readable. The next layer's K and V depend on the output
@@ -289,6 +297,12 @@ class MageAttend:
                 cache, votes=cache.votes.at[layer].set(votes), need=cache.need.at[layer].set(need)
             )
             return out, cache
+
+        if (scores := cache.scores) is not None:
+            result = self._exact(layer, q, cache)
+            out, score = jax.lax.optimization_barrier((result.out, result.importance))
+            scores = scores.at[layer - plan.dense_layers].set(score)
+            return out, dataclasses.replace(_noted(cache, layer, q, result), scores=scores)
 
         if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
             result = self._exact(layer, q, cache)
@@ -354,7 +368,7 @@ def unchanged(cache: MageKV, inputs: jax.Array, selecting: bool) -> tuple[MageKV
 
 
 def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
-    """After the last layer of a selecting forward: share a layer-adaptive budget out, and fill the pool.
+    """After the last layer of a selecting forward: choose, share a layer-adaptive budget out, and fill the pool.
 
     All layers are gathered at once, here and not where they choose: nothing in the forward waits for the pool, and a
     gather that the next layer's write to the cache need not wait for would make XLA copy the whole cache.
@@ -372,6 +386,10 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
 
     def local(cache: MageKV, counts: jax.Array, prefix: jax.Array) -> MageKV:
         indices, votes = cache.indices, cache.votes
+        if cache.scores is not None:
+            # All layers in one launch: by itself a layer has too few heads to fill the device.
+            chosen = select.pick(plan, cache.scores, counts[first:], prefix, capacity, implementation)
+            indices = indices.at[first:].set(chosen)
         if votes is not None:
             # Layer by layer: the scores of all of them would be as large as the votes once more.
             def choose(layer: jax.Array, indices: jax.Array) -> jax.Array:
