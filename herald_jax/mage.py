@@ -401,7 +401,7 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
         full, pool = cache.full, cache.pool
         filled = gather_rows(full.k, full.v, indices, pool.k, pool.v, implementation=implementation)
         cache = dataclasses.replace(cache, pool=DeviceKV(*filled), counts=counts, indices=indices)
-        return cache if cache.rest is None else _take_rest(cache, plan, prefix, mesh, implementation)
+        return cache if cache.rest is None else _take_rest(cache, prefix, implementation)
 
     if mesh is None:
         return local(cache, counts, prefix)
@@ -411,31 +411,30 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
     )
 
 
-def _take_rest(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
-    """With a filled pool: what each layer's queries found in neither the selection nor the block."""
-    assert cache.rest is not None
-    block = cache.rest.inputs.shape[1]
-    writes = implementation if mesh is None else "xla"
+def _take_rest(cache: MageKV, prefix: jax.Array, implementation: Any) -> MageKV:
+    """With a filled pool: what each layer's queries found in neither the selection nor the block.
 
-    def of_block(x: jax.Array) -> jax.Array:  # [L, B, K, N, D] -> [L, B, M, K, D]
+    Layers and rows are one axis here: all layers in one launch. Those that select nothing look at the block alone, and
+    for nothing.
+    """
+    rest, pool = cache.rest, cache.pool
+    assert rest is not None
+    block = rest.inputs.shape[1]
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    def of_block(x: jax.Array) -> jax.Array:  # [L, B, K, N, D] -> [1, L * B, K, M, D]
         one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=2)
-        return jnp.swapaxes(jax.vmap(one, (1, 0), 1)(x, prefix), 2, 3)
+        return flat(jax.vmap(one, (1, 0), 1)(x, prefix))[None]
 
-    k, v = of_block(cache.full.k), of_block(cache.full.v)
-
-    def one_layer(layer: jax.Array, state: tuple[DeviceKV, Rest]) -> tuple[DeviceKV, Rest]:
-        pool, rest = state
-        counts = cache.counts[layer]
-        pool = DeviceKV(
-            *write_kv(k[layer], v[layer], Destination(pool.k, pool.v, layer, counts, block), implementation=writes)
-        )
-        seen = counts[:, None] + block
-        found = block_attention(rest.queries[layer], pool.k, pool.v, seen, layer=layer, implementation=implementation)
-        return pool, rest.without(layer, found.out, found.lse, counts >= prefix)
-
-    layers = cache.counts.shape[0]
-    pool, rest = jax.lax.fori_loop(plan.dense_layers, layers, one_layer, (cache.pool, cache.rest))
-    return dataclasses.replace(cache, pool=pool, rest=rest)
+    k, v, starts = of_block(cache.full.k), of_block(cache.full.v), flat(cache.counts)
+    k, v = scatter_rows(k, v, starts, flat(pool.k)[None], flat(pool.v)[None], implementation=implementation)
+    seen = (starts + block)[:, None]
+    found = block_attention(flat(rest.queries), k[0], v[0], seen, implementation=implementation)
+    out, lse = found.out.reshape(rest.out.shape), found.lse.reshape(rest.lse.shape)
+    pool = DeviceKV(k.reshape(pool.k.shape), v.reshape(pool.v.shape))
+    return dataclasses.replace(cache, pool=pool, rest=rest.without(out, lse, cache.counts >= prefix[None, :]))
 
 
 def add_measured(cache: MageKV, plan: Mage, prefix: jax.Array, counted: jax.Array) -> MageKV:

@@ -72,22 +72,22 @@ class Rest:
             lse=self.lse.at[layer].set(lse),
         )
 
-    def without(self, layer: Any, out: jax.Array, lse: jax.Array, everything: jax.Array) -> Rest:
-        """Take from one layer's exact attention what its queries find in the selection and the block, `(out, lse)`.
+    def without(self, out: jax.Array, lse: jax.Array, everything: jax.Array) -> Rest:
+        """Take from the exact attention what the queries find in the selection and the block, `(out, lse)` like ours.
 
-        `everything` bool[B]: rows whose selection is the whole prefix; what is left there is rounding, and goes.
+        `everything` bool[L, B]: where the selection is the whole prefix; what is left there is rounding, and goes.
         """
         # exact = (1 - share) * out + share * rest
-        share = -jnp.expm1(lse - self.lse[layer])
+        share = -jnp.expm1(lse - self.lse)
         # Below the rounding of `out`, whose error the division by the share multiplies.
-        some = (share >= 2 * jnp.finfo(out.dtype).eps) & ~everything[:, None, None]
+        some = (share >= 2 * jnp.finfo(out.dtype).eps) & ~everything[:, :, None, None]
         share = jnp.where(some, share, 1.0)
-        exact, part = self.out[layer].astype(jnp.float32), out.astype(jnp.float32)
+        exact, part = self.out.astype(jnp.float32), out.astype(jnp.float32)
         rest = exact + (exact - part) * ((1 - share) / share)[..., None]
         return dataclasses.replace(
             self,
-            out=self.out.at[layer].set(jnp.where(some[..., None], rest, 0.0).astype(out.dtype)),
-            lse=self.lse.at[layer].set(jnp.where(some, self.lse[layer] + jnp.log(share), -jnp.inf)),
+            out=jnp.where(some[..., None], rest, 0.0).astype(out.dtype),
+            lse=jnp.where(some, self.lse + jnp.log(share), -jnp.inf),
         )
 
     def joined(self, layer: Any, out: jax.Array, lse: jax.Array, same: jax.Array) -> jax.Array:

@@ -41,7 +41,9 @@ def test_the_rest_is_the_attention_over_what_was_left_out():
         return tuple(jnp.asarray(x, jnp.float32) for x in pair)
 
     everything = jnp.array([False, True, False])
-    kept = Rest.empty(config, b).noted(0, jnp.zeros((b, m, h, d)), *of(exact)).without(0, *of(part), everything)
+    out, lse = of(part)
+    noted = Rest.empty(config, b).noted(0, jnp.zeros((b, m, h, d)), *of(exact))
+    kept = noted.without(out[None], lse[None], everything[None])
     some = np.ones((b, m, h), bool)
     some[1], some[2, 0] = False, False
     assert (np.isfinite(np.asarray(kept.lse[0])) == some).all()
