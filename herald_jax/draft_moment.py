@@ -19,7 +19,7 @@ from herald_jax.denoise import Policy, Sequential, StaticLowConfidence
 from herald_jax.model import param_specs
 from herald_jax.plans import Herald
 
-LATEST = (
+_LATEST = (
     0.5  # share of the block that is revealed at the latest draft that "auto" makes, and at all if nothing is known
 )
 _SCAN_RATE = 55e9  # bytes of keys a second, 16 cores of the host
@@ -29,19 +29,18 @@ _LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the sco
 _STEPS_BESIDE = 4  # those queued when the scan ends, and the last one, beside which nothing is fetched
 
 
-def revealed(plan: Herald, config: ModelConfig, policy: Policy, prefix: jax.Array) -> int | jax.Array:
-    """How many positions of its block a row must have revealed when it is drafted: an int, or i32[B].
+@functools.partial(jax.jit, static_argnames=("plan", "config"))
+def revealed(prefix: jax.Array, policy: Policy, *, plan: Herald, config: ModelConfig) -> jax.Array:
+    """How many positions of its block each row must have revealed when it is drafted, i32[B].
 
     With `draft_at` "auto" and a policy of a known number of steps: so early that the steps left take as long as the
     scan and the fetch will, by the rates above; but not before the first step, nor after half of the block. Each row is
     judged as though all of the batch had its own `prefix` i32[B], so that this depends on no neighbour's length.
     """
     block = config.diffusion.block_length
-    latest = math.ceil(LATEST * block)
-    if plan.draft_at != "auto":
-        return math.ceil(plan.draft_at * block)
-    if not isinstance(policy, (StaticLowConfidence, Sequential)):
-        return latest
+    latest = math.ceil((_LATEST if plan.draft_at == "auto" else plan.draft_at) * block)
+    if plan.draft_at != "auto" or not isinstance(policy, (StaticLowConfidence, Sequential)):
+        return jnp.full_like(prefix, latest)
     batch, layers = prefix.shape[0], config.num_layers - plan.dense_layers
     vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # of one layer's K or V, a token
     scanned = {"index": 0.0, "split": 1 - plan.split}.get(plan.selector, 1.0) * float(batch * layers * vector)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import device_index, host_kv, host_prefill, host_select, offload, sharding
+from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, sharding
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Policy, Sampling
@@ -51,7 +51,10 @@ class Pipeline:
     def __init__(self, params: Params, options: LoopOptions):
         plan = options.plan
         assert isinstance(plan, Herald)
-        self._params, self._options, self._plan = params, options, plan
+        self._params, self._plan = params, plan
+        # What only the host side reads of a plan, no program is to be compiled anew for.
+        same = dataclasses.replace(plan, selector="cpu", index_bits=8, split=0.5, segment=1, draft_at=0.5)
+        self._options = dataclasses.replace(options, plan=same)
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
@@ -113,7 +116,8 @@ class Pipeline:
         self.stats.pool_bytes = 2 * done.pool.nbytes
         self.stats.dense_bytes = 0 if done.dense is None else done.dense.nbytes
         self.stats.index_bytes = sum(keys.nbytes for keys in self._index)
-        return PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), self._options.config, mesh)
+        never = jax.device_put(np.full(lengths.shape, _NEVER, np.int32), place)  # until a block says when
+        return PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), never, self._options.config, mesh)
 
     def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
         """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""
@@ -122,6 +126,9 @@ class Pipeline:
             return self._exact_block(rows, how, last=last)
         if last:
             return self._denoise(rows, how, first=True)[0]
+        assert isinstance(rows.cache, PooledKV)
+        moment = draft_moment.revealed(rows.length, how[0], plan=self._plan, config=self._options.config)
+        rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, draft_from=moment))
         rows, _ = self._denoise(rows, how, first=True, until_drafted=True)
         rows, queries, prefix = offload.draft(self._params, rows, options=self._options)
         near, far = queries[: self._indexed], queries[self._indexed :]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import draft_moment, select
+from herald_jax import select
 from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.denoise import Editing, Policy, Sampling
@@ -105,8 +105,7 @@ def _one_step(
     rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
     # A row that has just committed was drafted at the latest when its block was complete, a step before.
     apart = waiting | (rows.step == 0)
-    wanted = draft_moment.revealed(_plan(options), options.config, policy, rows.length)
-    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart, wanted)
+    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart)
     return dataclasses.replace(rows, cache=cache)
 
 

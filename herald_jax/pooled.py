@@ -38,9 +38,9 @@ class PooledKV:
       counts: i32[B], entries before the block: selected and resident ones.
       guess: i32[B, M], every position's prediction at the last step; position 0 of a shifted family holds the seed of
         the next block.
-      draft: i32[B, M + 1], the block as it was when the row had revealed its share, masks filled by guesses, and the
-        guess of the next block's seed; `drafted` bool[B] says that the row has come so far. Each row's own moment: what
-        is selected for it depends on no neighbour.
+      draft: i32[B, M + 1], the block as it was when the row had revealed `draft_from` i32[B] positions of it, masks
+        filled by guesses, and the guess of the next block's seed; `drafted` bool[B] says that the row has come so far.
+        Each row's own moment: what is selected for it depends on no neighbour.
       outbox: `[Ls, B, K, M, D]`, the block each row committed last, to be appended to the host's cache.
       committed: bool[B], rows that committed since the block began; `start` i32[B], where that block lies.
       queries: `[Ls, B, K, R, D]` during a draft, else None.
@@ -51,6 +51,7 @@ class PooledKV:
     counts: jax.Array
     guess: jax.Array
     draft: jax.Array
+    draft_from: jax.Array
     drafted: jax.Array
     outbox: DeviceKV
     committed: jax.Array
@@ -64,7 +65,13 @@ class PooledKV:
 
     @classmethod
     def around(
-        cls, dense: DeviceKV | None, pool: DeviceKV, counts: jax.Array, config: ModelConfig, mesh: Mesh | None
+        cls,
+        dense: DeviceKV | None,
+        pool: DeviceKV,
+        counts: jax.Array,
+        draft_from: jax.Array,
+        config: ModelConfig,
+        mesh: Mesh | None,
     ) -> PooledKV:
         """The state before the first block, for a pool that prefill has filled."""
         layers, batch = pool.k.shape[:2]
@@ -74,7 +81,7 @@ class PooledKV:
         guess, draft = jnp.zeros((batch, block), jnp.int32), jnp.zeros((batch, block + 1), jnp.int32)
         drafted, committed = jnp.zeros((batch,), bool), jnp.zeros((batch,), bool)  # two arrays: both will be donated
         start = jnp.zeros((batch,), jnp.int32)
-        return cls(dense, pool, counts, guess, draft, drafted, outbox, committed, start)
+        return cls(dense, pool, counts, guess, draft, draft_from, drafted, outbox, committed, start)
 
 
 def pool_slots(plan: Herald, longest: int, block: int) -> int:
@@ -108,7 +115,19 @@ def _specs(kv: PooledKV) -> PooledKV:
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
     row, wide = P("data"), P("data", None)
     queries = None if kv.queries is None else QUERY_SPEC
-    specs: tuple[Any, ...] = (None if kv.dense is None else both, both, row, wide, wide, row, both, row, row, queries)
+    specs: tuple[Any, ...] = (
+        None if kv.dense is None else both,
+        both,
+        row,
+        wide,
+        wide,
+        row,
+        row,
+        both,
+        row,
+        row,
+        queries,
+    )
     return PooledKV(*specs)
 
 
@@ -226,11 +245,9 @@ def after_step(
     )
 
 
-def note_drafts(
-    cache: PooledKV, canvas: jax.Array, known: jax.Array, waiting: jax.Array, wanted: int | jax.Array
-) -> PooledKV:
-    """After a step: keep the draft of rows that now have `wanted` (or i32[B]) positions of their block (bool[B, M])."""
-    enough = jnp.sum(known, axis=1) >= wanted
+def note_drafts(cache: PooledKV, canvas: jax.Array, known: jax.Array, waiting: jax.Array) -> PooledKV:
+    """After a step: keep the draft of rows that now have `draft_from` positions of their block (i32, bool[B, M])."""
+    enough = jnp.sum(known, axis=1) >= cache.draft_from
     now = enough & ~cache.drafted & ~waiting
     new = jnp.concatenate([jnp.where(known, canvas, cache.guess), cache.guess[:, :1]], axis=1)
     draft = jnp.where(now[:, None], new, cache.draft)

@@ -107,7 +107,8 @@ def test_the_draft_is_made_as_late_as_what_follows_can_be_hidden():
     def moment(thousands, rows=1, steps=32, **plan):
         prefix = jnp.full((rows,), 1024 * thousands, jnp.int32)
         plan = Herald(0.05, draft_at="auto", **plan)
-        return np.asarray(draft_moment.revealed(plan, SHAPES["sdar8b"], StaticLowConfidence(steps), prefix)).tolist()
+        found = draft_moment.revealed(prefix, StaticLowConfidence(steps), plan=plan, config=SHAPES["sdar8b"])
+        return found.tolist()
 
     assert moment(16) == [16]  # half of the block
     # 64K: 4.8 GB of keys take 93 ms, the fetch of 0.5 GB 11, steps of 16.9 GB 5.6 each: 19 steps, and 4 for slack.
@@ -144,13 +145,15 @@ def test_steps_queued_ahead_end_where_the_loop_ends():
     with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
         pipeline = run._pipeline
         how = pipeline._on_device(REQUEST.policy, run._sampling, run._stops)
-        rows, more = pipeline._denoise(run._rows, how, first=True, until_drafted=True)
+        half = draft_moment.revealed(run._rows.length, how[0], plan=SPARSE, config=run.model.config)
+        begun = dataclasses.replace(run._rows, cache=dataclasses.replace(run._rows.cache, draft_from=half))
+        rows, more = pipeline._denoise(begun, how, first=True, until_drafted=True)
         looped, _ = pipeline._denoise(jax.tree.map(jnp.copy, rows), how, first=False)
         steps = 0
         while more:
-            rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=run._options)
+            rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=pipeline._options)
             steps += 1
-        rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=run._options)
+        rows, more = offload.advance(run.model.params, rows, *how, steps=1, options=pipeline._options)
         assert steps > 0
         assert not more
         apart = {"pool": None, "guess": None}  # scratch of a block that is over
