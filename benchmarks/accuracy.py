@@ -84,27 +84,28 @@ def ablations(*, herald: bool) -> dict[str, Plan]:
         {},
         {"rest": "drop"},
         {"dense_layers": 0},
-        {"rest": "drop", "dense_layers": 0},
+        {"page_size": 16},
+        {"rest": "drop", "page_size": 16},
         {"select_at_step": 2},
         {"reduce": "max"},
         {"query": "center"},
         near,
         {"normalise": "prefix"},
         {"allocate": "layer_adaptive"},
-        {"rest": "drop", "select_at_step": 2, "reduce": "max"},
     ]
     found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes}
-    found["oracle"] = mage(0.05, selector="oracle")
     if herald:
+        pages = {"page_size": 16}
         changes = [
             {"query": "center"},
             {"query": "mean"},
             {"query": "mean", **near},
-            {"query": "all", **near},
-            {"query": "center", **near},
-            {"query": "mean", **near, "dense_layers": 1},
-            {"query": "mean", **near, "draft_at": 0.25},
-            {"query": "mean", **near, "draft_at": 0.75},
+            {"query": "mean", **pages},
+            {"query": "mean", **near, **pages},
+            {"query": "mean", **near, "page_size": 8},
+            {"query": "center", **near, **pages},
+            {"query": "all", **near, **pages},
+            {"query": "mean", **near, **pages, "draft_at": 0.25},
             {"query": "all", "draft": False},
         ]
         found |= {f"herald {named(change)}": Herald(budget=0.05, min_budget=1, **change) for change in changes}

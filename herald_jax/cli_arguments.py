@@ -28,6 +28,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "select_at_step",
                 "select_every",
                 "rest",
+                "page_size",
                 "selector",
                 "measure",
             )
@@ -43,6 +44,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "query",
                 "reduce",
                 "dense_layers",
+                "page_size",
                 "selector",
                 "draft",
                 "draft_at",
@@ -188,6 +190,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dense-layers", type=int, metavar="N", help="mage, herald: leading layers that attend to everything"
     )
+    group.add_argument("--page-size", type=int, metavar="N", help="mage, herald: choose pages of so many entries")
     group.add_argument("--select-at-step", type=int, metavar="N", help="mage: the denoising step that selects")
     group.add_argument("--select-every", type=int, metavar="N", help="mage: blocks that share one selection")
     group.add_argument(

@@ -50,7 +50,9 @@ class Mage:
       selector: "mage", or a baseline to compare with: "oracle" (exact top-k anew at every step), "quest" (page-wise
         bounds from the minimum and maximum of the keys, arXiv 2406.10774), "tidal" (one layer's selection reused by the
         layers above it, after TidalDecode, arXiv 2410.05076), "random", "recent" (the last entries only).
-      page_size: entries per page of "quest".
+      page_size: above 1, consecutive entries are chosen as pages of so many, by the mean of their scores (ours): less
+        attention is kept, but what is kept is a broader sample, which counting tasks need. None is 1, and 16 for
+        "quest", whose pages are the paper's.
       reselect_layers: layers at which "tidal" selects anew; None selects once, at the first sparse layer.
       measure: attend exactly beside every sparse step too, and report how good the selection still was: recall of
         that step's exact top entries, and the share of the prefix's attention kept. Tokens do not change; time does.
@@ -72,7 +74,7 @@ class Mage:
     select_at_step: int = 1
     select_every: int = 1
     selector: Literal["mage", "oracle", "quest", "tidal", "random", "recent"] = "mage"
-    page_size: int = 16
+    page_size: int | None = None
     reselect_layers: tuple[int, ...] | None = None
     layer_spread: float = 4.0
     measure: bool = False
@@ -95,14 +97,18 @@ class Mage:
             ("recent", 0),
             ("select_at_step", 1),
             ("select_every", 1),
-            ("page_size", 1),
         ):
             _check_integer(self, name, least)
+        if self.page_size is not None:
+            _check_integer(self, "page_size", 1)
         _ask(self.layer_spread >= 1, f"layer_spread is {self.layer_spread!r}, but must be at least 1")
         _ask(
             self.allocate == "uniform" or self.selector == "mage",
             f"allocate 'layer_adaptive' goes with selector 'mage', not {self.selector!r}",
         )
+        for name, plain in (("allocate", ("uniform",)), ("selector", ("mage", "oracle", "quest", "tidal"))):
+            value = getattr(self, name)
+            _ask(self.page == 1 or value in plain, f"page_size above 1 goes with {name} {plain[0]!r}, not {value!r}")
         _ask(
             not (self.measure and self.selector == "oracle"),
             "measure judges a selection at the steps after it, but selector 'oracle' selects anew at each",
@@ -120,6 +126,11 @@ class Mage:
         if self.reselect_layers is not None:
             object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
+
+    @property
+    def page(self) -> int:
+        """`page_size`, as given or by default."""
+        return self.page_size or (16 if self.selector == "quest" else 1)
 
     @property
     def keeps_rest(self) -> bool:
@@ -140,7 +151,8 @@ class Herald:
     take turns. The rest is ours, as each field says.
 
     Attributes:
-      budget, min_budget, sinks, recent: as in `Mage`. The block just written is always attended to, beyond the budget.
+      budget, min_budget, sinks, recent, page_size: as in `Mage`. The block just written is always attended to, beyond
+        the budget.
       query: whose attention selects: "center" (the `[MASK]` nearest the block's centre; which one is ours), "first" or
         "last" mask, "mean" (of the masks' query vectors), or "all" masks (MAGE's, 32 times the CPU's arithmetic).
       reduce: "mean" or "max" of the softmax weight over those queries and the G heads of the KV head (ours).
@@ -168,6 +180,7 @@ class Herald:
     min_budget: int = 256
     sinks: int = 0
     recent: int = 0
+    page_size: int = 1
     draft: bool = True
     draft_at: float | Literal["auto"] = 0.5
     selector: Literal["cpu", "index", "split", "auto"] = "cpu"
@@ -189,7 +202,7 @@ class Herald:
                 "reuse": (True, False),
             },
         )
-        for name, least in (("dense_layers", 0), ("min_budget", 0), ("sinks", 0), ("recent", 0), ("segment", 1)):
+        for name, least in (("dense_layers", 0), ("page_size", 1), ("segment", 1)):
             _check_integer(self, name, least)
         for name, also in (("draft_at", ' or "auto"'), ("split", "")):
             value = getattr(self, name)
@@ -198,6 +211,11 @@ class Herald:
                 fraction or (also != "" and value == "auto"),
                 f"{name} is {value!r}, but must be a fraction in [0, 1]{also}",
             )
+
+    @property
+    def page(self) -> int:
+        """`page_size`."""
+        return self.page_size
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for."""

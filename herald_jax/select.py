@@ -72,6 +72,24 @@ def with_residents(plan: Mage | Herald, score: jax.Array, prefix: jax.Array) -> 
     return jnp.where(always, _ALWAYS, score)
 
 
+def by_page(score: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
+    """`score` f32[..., B, K, N] with each entry's replaced by its page's mean over what is below `prefix` i32[B].
+
+    Equal scores are chosen from the lowest entry on, so pages are chosen whole but for the last one.
+    """
+    slots = score.shape[-1]
+    pages = -(-slots // size)
+    inside = jnp.arange(slots)[None, :] < prefix[:, None]
+    inside = inside.reshape((1,) * (score.ndim - 3) + (inside.shape[0], 1, slots))
+
+    def summed(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pages * size - slots)])
+        return jnp.sum(x.reshape(*x.shape[:-1], pages, size), axis=-1)
+
+    mean = summed(jnp.where(inside, score, 0.0)) / jnp.maximum(summed(inside.astype(jnp.float32)), 1.0)
+    return jnp.repeat(mean, size, axis=-1)[..., :slots]
+
+
 def pick(
     plan: Mage | Herald,
     score: jax.Array,
@@ -81,6 +99,8 @@ def pick(
     implementation: str | None,
 ) -> jax.Array:
     """Indices i32[..., B, K, P], ascending, of the `counts` i32[..., B] best entries below `prefix` i32[B]."""
+    if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
+        score = by_page(score, plan.page, prefix)
     score = with_residents(plan, score, prefix)
     leading = score.shape[:-1]
     wanted = jnp.broadcast_to(counts[..., None], leading)
@@ -96,7 +116,7 @@ def page_bounds(plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, prefix:
     """
     b, m, h, d = q.shape
     kv_heads, n = k.shape[1:3]
-    size = plan.page_size
+    size = plan.page
     pages = -(-n // size)
     k32 = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, 0), (0, pages * size - n), (0, 0)))
     inside = (jnp.arange(pages * size)[None, :] < prefix[:, None])[:, None, :, None]

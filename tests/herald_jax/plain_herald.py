@@ -24,6 +24,7 @@ def _as_mage(plan: Herald) -> Mage:
     return Mage(
         plan.budget, query=query, reduce=plan.reduce, normalise="prefix", dense_layers=plan.dense_layers,
         min_budget=plan.min_budget, sinks=plan.sinks, recent=plan.recent,
+        page_size=plan.page_size,
     )  # fmt: skip
 
 

@@ -75,6 +75,8 @@ def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) 
     chosen = []
     for share in _shares(plan, scores, masked, prefix):
         rank = np.arange(prefix) if plan.selector == "recent" else share
+        if plan.page > 1:
+            rank = [np.mean(rank[i // plan.page * plan.page : (i // plan.page + 1) * plan.page]) for i in range(prefix)]
         best = sorted((i for i in range(prefix) if i not in always), key=lambda i: (-rank[i], i))
         chosen.append(always | set(best[: plan.entries(prefix) - len(always)]))
     return chosen

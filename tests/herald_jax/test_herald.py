@@ -76,7 +76,7 @@ PLANS = [
         Herald(6, min_budget=0, query="last", reduce="max", sinks=1, recent=2, draft_at=0.75, dense_layers=1),
         marks=pytest.mark.once,
     ),
-    ("fast_dllm", Herald(0.25, min_budget=3, query="mean", draft_at=0.3)),
+    ("fast_dllm", Herald(0.25, min_budget=3, query="mean", draft_at=0.3, page_size=2)),
 ]
 
 

@@ -60,6 +60,7 @@ PLANS = [
             sinks=1,
             recent=2,
             rest="drop",
+            page_size=3,
         ),
         marks=pytest.mark.once,
     ),

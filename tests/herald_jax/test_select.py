@@ -1,5 +1,6 @@
 """Selection against plain NumPy: budgets, query rows, residents, Quest's bounds, MAGE v1's votes and layer budgets."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -140,6 +141,22 @@ def test_layer_budgets_are_v1s_shares():
     assert (got[:, 2] == 5).all()
 
 
+def test_pages_are_chosen_by_their_mean():
+    """Whole but for the last one; the page that the prefix cuts by what is inside; residents entry by entry."""
+    score = jnp.asarray([[[5.0, 0, 0, 1, 1, 2, 1, 3, 3, 9]]])  # pages of 3: 5 / 3, 4 / 3, then 7 / 3 or, cut, 3
+    plan = Mage(4, min_budget=0, page_size=3)
+
+    def chosen(plan, prefix):
+        got = np.asarray(select.pick(plan, score, jnp.array([4]), jnp.array([prefix]), 6, None))[0, 0]
+        return got[got >= 0].tolist()
+
+    assert chosen(plan, 9) == [0, 6, 7, 8]
+    assert chosen(plan, 7) == [0, 1, 2, 3]
+    assert chosen(plan, 8) == [0, 1, 6, 7]
+    assert chosen(dataclasses.replace(plan, sinks=1, recent=1), 9) == [0, 6, 7, 8]
+    assert chosen(dataclasses.replace(plan, sinks=2), 8) == [0, 1, 6, 7]
+
+
 def test_votes_rank_first_and_recency_fills():
     votes = jnp.asarray([[0, 3, 0, 1, 0, 3]], jnp.int32)
     order = np.argsort(-np.asarray(select.vote_score(votes))[0], kind="stable")
@@ -157,6 +174,9 @@ def test_votes_rank_first_and_recency_fills():
         ({"selector": "h2o"}, "selector is 'h2o'"),
         ({"dense_layers": -1}, "dense_layers is -1, but must be an integer of at least 0"),
         ({"select_at_step": 0}, "select_at_step is 0, but must be an integer of at least 1"),
+        ({"page_size": 0}, "page_size is 0, but must be an integer of at least 1"),
+        ({"page_size": 8, "allocate": "layer_adaptive"}, "page_size above 1 goes with allocate 'uniform'"),
+        ({"page_size": 8, "selector": "recent"}, "page_size above 1 goes with selector 'mage', not 'recent'"),
         ({"select_every": 0}, "select_every is 0, but must be an integer of at least 1"),
         ({"select_every": 4, "select_at_step": 2}, "select_every above 1 goes with select_at_step 1, not 2"),
         ({"select_every": 4, "measure": True}, "select_every above 1 goes with measure False, not True"),
