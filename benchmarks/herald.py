@@ -6,6 +6,8 @@ largest batch that fits. Caches are filled with random K and V instead of a pref
 blocks.
 
 What is exposed of a block is its time less that of its own steps and draft, each timed alone.
+
+The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ import numpy as np
 
 from benchmarks import common, mage
 from benchmarks.shapes import SHAPES, weight_bytes
-from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, host_kv, select
+from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, draft_moment, host_kv, select
 from herald_jax import device_index as index_of
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas
 from herald_jax.cache import DeviceKV
@@ -51,18 +53,22 @@ def cap_device_memory(gigabytes: float) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", default="sdar8b,fdv2_7b", help="comma-separated; the goals are the first one's")
-    parser.add_argument("--contexts", default="16,32,64,128", help="of the latency part, in units of 1024 tokens")
+    parser.add_argument("--shapes", default="sdar8b,fdv2_7b", help="comma-separated; the goals are sdar8b's")
+    parser.add_argument(
+        "--contexts", default="16,32,64,128", help="of the latency part, in units of 1024 tokens; 0: leave it out"
+    )
     parser.add_argument("--throughput", default="64", help="context of the throughput part, likewise; 0: leave it out")
     parser.add_argument("--rows", type=int, default=8, help="batch under HERALD in the throughput part")
-    parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are the first one's")
+    parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are those of 0.05")
     parser.add_argument("--cap", type=float, default=40, help="device memory in GB (default %(default)s)")
     parser.add_argument("--over-cap", type=int, default=256, help="a context beyond the cap, likewise; 0: leave it out")
     parser.add_argument("--blocks", type=int, default=3, help="timed blocks of each case (default %(default)s)")
+    common.merge_option(parser)
     common.output_option(parser)
     return parser.parse_args()
 
 
+GOAL_SHAPE, GOAL_BUDGET = "sdar8b", 0.05
 _GREEDY, _NO_STOPS = Sampling.of(0.0, 0, 1.0), np.array([-1], np.int32)
 GOALS = {
     "latency/longest/speedup": ">=1.59",
@@ -216,87 +222,113 @@ def main(options: argparse.Namespace) -> None:
 
     budgets = [float(b) for b in options.budgets.split(",")]
     for name in options.shapes.split(","):
-        config, first = SHAPES[name], name == options.shapes.split(",")[0]
+        config = SHAPES[name]
         params = init_params(config, jax.random.key(0))
-        contexts = [1024 * int(c) for c in options.contexts.split(",")]
         common.stage(f"{name}: weights made")
-        bases = dense(config, params, 1, contexts)
-        common.stage(f"{name}: dense plan measured")
-        case = Case(config, params, 1, max(contexts))
-        common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
-        speedups, exposed = {}, []
-        for budget in budgets:
-            for context in contexts:
-                got = case.measure(Herald(budget), context, 32, blocks)
-                base = bases[context].block(32)
-                where = f"{name}/{context // 1024}k/b1/{budget:g}"
-                add(
-                    f"latency_case/{where}/speedup", base / got["block"], block_ms=got["block"] * 1e3,
-                    dense_block_ms=base * 1e3, steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"],
-                    scan_ms=got["scan"] * 1e3, scan_gbs=got["scan_rate"] / 1e9, fetched_bytes=got["fetched"],
-                    reused_bytes=got["reused"],
-                )  # fmt: skip
-                if budget == budgets[0]:
-                    speedups[context] = base / got["block"]
-                    if got["scan"] < got["own"]:
-                        exposed.append(got["exposed"])
-        if first:
-            add("latency/longest/speedup", speedups[max(contexts)])
-            add("latency/all/worst_speedup", min(speedups.values()))
-            if exposed:
-                add("pipeline/exposed_fraction", max(exposed), "", over="cases whose scan is shorter than denoising")
-            rate = host_read_bandwidth(case.host)
-            add(
-                "selection/cpu/host_bandwidth_fraction", got["scan_rate"] / rate, "", host_read_gbs=rate / 1e9,
-                scan_gbs=got["scan_rate"] / 1e9,
-            )  # fmt: skip
-            moved = got["fetched"] / max(got["fetched"] + got["reused"], 1)
-            add("gather/reuse/traffic_fraction", moved, "", note="random weights")
-        del case
-        context = 1024 * int(options.throughput)
-        if context:
-            alone = rows_that_fit(config, context, cap)
-            if alone < 1:
-                raise SystemExit(f"error: not one row of {context} tokens fits {options.cap} GB; choose a larger --cap")
-            times = dense(config, params, alone, [context])[context]
-            common.stage(f"{name}: dense plan measured with {alone} rows")
-            case = Case(config, params, options.rows, context)
-            common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
-            bits = index_bits_that_fit(config, budgets[0], options.rows, context, cap)
-            best = {}
-            for steps in (32, 10):
-                base = times.block(steps)
-                for plan in (Herald(budgets[0]), Herald(budgets[0], selector="index", index_bits=bits)):
-                    if plan.selector == "cpu" and steps != 32:
-                        continue  # the scan does not get shorter with the block
-                    got = case.measure(plan, context, steps, blocks)
-                    gain = (options.rows / got["block"]) / (alone / base)
-                    best[steps] = max(best.get(steps, 0.0), gain)
-                    stats = got["stats"]
-                    add(
-                        f"throughput_case/{name}/{context // 1024}k/steps{steps}/{plan.selector}", gain,
-                        rows=options.rows, dense_rows=alone, block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3,
-                        steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"], scan_ms=got["scan"] * 1e3,
-                        host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes, index_bytes=stats.index_bytes,
-                        index_bits=plan.index_bits if plan.selector == "index" else None, cap_bytes=cap,
-                    )  # fmt: skip
-                    if first and plan.selector == "cpu":
-                        add(f"throughput/{context // 1024}k/steps{steps}/cpu", gain)
-                if first:
-                    add(f"throughput/{context // 1024}k/steps{steps}/best", best[steps])
-            del case
-        context = 1024 * options.over_cap
-        if first and context:
+        contexts = [1024 * int(c) for c in options.contexts.split(",") if int(c)]
+        if contexts:
+            _latency(name, config, params, contexts, budgets, blocks, add)
+        if context := 1024 * int(options.throughput):
+            _throughput(name, config, params, context, options.rows, budgets[0], cap, blocks, add)
+        if name == GOAL_SHAPE and (context := 1024 * options.over_cap):
             case = Case(config, params, 1, context)
-            got = case.measure(Herald(budgets[0]), context, 32, 1)
+            common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
+            got = case.measure(plan_of(budgets[0]), context, 32, 1)
             stats = got["stats"]
             add(
                 "context_over_cap/tokens", context, "tokens", host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes,
                 weight_bytes=weight_bytes(config), cap_bytes=cap, block_ms=got["block"] * 1e3,
+                steps_and_draft_ms=got["own"] * 1e3, scan_ms=got["scan"] * 1e3, scan_gbs=got["scan_rate"] / 1e9,
             )  # fmt: skip
             del case
         del params
     common.print_rows(out)
+
+
+def plan_of(budget: float, selector: Literal["cpu", "index"] = "cpu", bits: int = 8) -> Herald:
+    """The plan that is measured: the default but for the draft, made as early as what follows needs it."""
+    return Herald(budget, draft_at="auto", selector=selector, index_bits=bits)
+
+
+def drafted_after(config: ModelConfig, plan: Herald, rows: int, context: int, steps: int) -> int:
+    """Positions of a block that are revealed when it is drafted."""
+    prefix = jnp.full((rows,), context, jnp.int32)
+    return int(draft_moment.revealed(prefix, StaticLowConfidence(steps), plan=plan, config=config)[0])
+
+
+def _latency(
+    name: str, config: ModelConfig, params: Params, contexts: list[int], budgets: list[float], blocks: int, add: Any
+) -> None:
+    """One row of every context, under both plans."""
+    bases = dense(config, params, 1, contexts)
+    common.stage(f"{name}: dense plan measured")
+    case = Case(config, params, 1, max(contexts))
+    common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
+    for budget in budgets:
+        speedups, exposed, plan = {}, [], plan_of(budget)
+        for context in contexts:
+            got = case.measure(plan, context, 32, blocks)
+            base = bases[context].block(32)
+            add(
+                f"latency_case/{name}/{context // 1024}k/b1/{budget:g}/speedup", base / got["block"],
+                block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3, steps_and_draft_ms=got["own"] * 1e3,
+                exposed=got["exposed"], scan_ms=got["scan"] * 1e3, scan_gbs=got["scan_rate"] / 1e9,
+                drafted_after=drafted_after(config, plan, 1, context, 32), fetched_bytes=got["fetched"],
+                reused_bytes=got["reused"],
+            )  # fmt: skip
+            speedups[context] = base / got["block"]
+            if got["scan"] < got["own"]:
+                exposed.append(got["exposed"])
+        if name != GOAL_SHAPE or budget != GOAL_BUDGET:
+            continue
+        add("latency/longest/speedup", speedups[max(contexts)])
+        add("latency/all/worst_speedup", min(speedups.values()))
+        if exposed:
+            add("pipeline/exposed_fraction", max(exposed), "", over="cases whose scan is shorter than denoising")
+        rate = host_read_bandwidth(case.host)
+        add(
+            "selection/cpu/host_bandwidth_fraction", got["scan_rate"] / rate, "", host_read_gbs=rate / 1e9,
+            scan_gbs=got["scan_rate"] / 1e9,
+        )  # fmt: skip
+        moved = got["fetched"] / max(got["fetched"] + got["reused"], 1)
+        add("gather/reuse/traffic_fraction", moved, "", note="random weights")
+
+
+def _throughput(
+    name: str, config: ModelConfig, params: Params, context: int, rows: int, budget: float, cap: float, blocks: int,
+    add: Any,
+) -> None:  # fmt: skip
+    """`rows` rows of one context, beside as many as the dense plan has room for."""
+    alone = rows_that_fit(config, context, cap)
+    if alone < 1:
+        raise SystemExit(f"error: not one row of {context} tokens fits {cap / 1e9} GB; choose a larger --cap")
+    times = dense(config, params, alone, [context])[context]
+    common.stage(f"{name}: dense plan measured with {alone} rows")
+    case = Case(config, params, rows, context)
+    common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
+    bits = index_bits_that_fit(config, budget, rows, context, cap)
+    goals = name == GOAL_SHAPE and budget == GOAL_BUDGET
+    for steps in (32, 10):
+        base, best = times.block(steps), 0.0
+        for plan in (plan_of(budget), plan_of(budget, "index", bits)):
+            if plan.selector == "cpu" and steps != 32:
+                continue  # the scan does not get shorter with the block
+            got = case.measure(plan, context, steps, blocks)
+            gain = (rows / got["block"]) / (alone / base)
+            best, stats = max(best, gain), got["stats"]
+            add(
+                f"throughput_case/{name}/{context // 1024}k/steps{steps}/{budget:g}/{plan.selector}", gain, rows=rows,
+                dense_rows=alone, block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3,
+                steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"], scan_ms=got["scan"] * 1e3,
+                scan_gbs=got["scan_rate"] / 1e9, drafted_after=drafted_after(config, plan, rows, context, steps),
+                fetched_bytes=got["fetched"], host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes,
+                index_bytes=stats.index_bytes, index_bits=plan.index_bits if plan.selector == "index" else None,
+                cap_bytes=cap,
+            )  # fmt: skip
+            if goals and plan.selector == "cpu":
+                add(f"throughput/{context // 1024}k/steps{steps}/cpu", gain)
+        if goals:
+            add(f"throughput/{context // 1024}k/steps{steps}/best", best)
 
 
 def dense(config: ModelConfig, params: Params, batch: int, contexts: Sequence[int]) -> dict[int, mage.BlockTime]:
@@ -308,6 +340,9 @@ def dense(config: ModelConfig, params: Params, batch: int, contexts: Sequence[in
 
 if __name__ == "__main__":
     options = _options()
+    if options.merge:
+        common.print_rows(common.merge_results("herald", options.merge, folder=options.out))
+        raise SystemExit
     cap_device_memory(options.cap)
     reserve_host_memory(options)
     main(options)
