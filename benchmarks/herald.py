@@ -61,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="batch under HERALD in the throughput part")
     parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are those of 0.05")
     parser.add_argument("--cap", type=float, default=40, help="device memory in GB (default %(default)s)")
-    parser.add_argument("--over-cap", type=int, default=256, help="a context beyond the cap, likewise; 0: leave it out")
+    parser.add_argument("--over-cap", type=int, default=0, help="a context beyond the cap, likewise, such as 256")
     parser.add_argument("--blocks", type=int, default=3, help="timed blocks of each case (default %(default)s)")
     common.merge_option(parser)
     common.output_option(parser)
