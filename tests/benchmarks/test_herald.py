@@ -14,6 +14,7 @@ from tests.herald_jax import tiny
 def test_writes_every_row(tmp_path, monkeypatch) -> None:
     small = dataclasses.replace(tiny.FORMS["sdar"], max_position_embeddings=4096)
     monkeypatch.setitem(SHAPES, "tiny", small)
+    monkeypatch.setattr(herald, "GOAL_SHAPE", "tiny")
     options = argparse.Namespace(
         shapes="tiny",
         contexts="1",
@@ -39,7 +40,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         "context_over_cap/tokens",
     }
     assert promised <= rows.keys()
-    case = rows["throughput_case/tiny/1k/steps32/index"]["detail"]
+    case = rows["throughput_case/tiny/1k/steps32/0.05/index"]["detail"]
     assert case["index_bytes"] > 0
     assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald.host_slots(small, 1024)
     assert rows["context_over_cap/tokens"]["value"] == 2048
