@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from herald_jax import mage, pooled, select, sharding
+from herald_jax import mage, mage_steps, pooled, select, sharding
 from herald_jax.cache import BESIDE_A_CACHE, DenseAttend, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.denoise import Editing, Policy, Prediction, Sampling, predict
@@ -222,14 +222,14 @@ def step(
         committing = committing & ~jnp.any(rewrite, axis=1)
     if isinstance(options.plan, Mage) and isinstance(cache, MageKV):
         if phase == "select":
-            cache = mage.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
+            cache = mage_steps.finish_selection(cache, options.plan, rows.length, options.mesh, options.implementation)
             if options.plan.select_every > 1:
-                cache = mage.follow(cache, rows.length, block, options.mesh)
+                cache = mage_steps.follow(cache, rows.length, block, options.mesh)
         else:
             counted = active & jnp.any(~rows.known, axis=1)
-            cache = mage.add_measured(cache, options.plan, rows.length, counted)
-            cache = mage.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
-        cache = mage.keep(cache, options.plan, committing, block)
+            cache = mage_steps.add_measured(cache, options.plan, rows.length, counted)
+            cache = mage_steps.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
+        cache = mage_steps.keep(cache, options.plan, committing, block)
     if isinstance(cache, PooledKV):
         cache = pooled.after_step(cache, prediction.token, rows.length, committing, options.mesh)
     reveal = policy(
@@ -300,7 +300,7 @@ def _forward(
         if isinstance(options.plan, Mage):
             # A committing row has no mask to ask for; if it selects (the oracle does), its whole block asks.
             asking = (~rows.known | jnp.all(rows.known, axis=1, keepdims=True)) & active[:, None]
-            cache, same = mage.unchanged(cache, inputs, phase == "select")
+            cache, same = mage_steps.unchanged(cache, inputs, phase == "select")
             attend = MageAttend(
                 rows.length,
                 visible,

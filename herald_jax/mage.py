@@ -24,7 +24,7 @@ from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.plans import Mage
 from herald_jax.rest import Rest
-from pallas_kernels import Importance, block_attention, gather_rows, scatter_rows
+from pallas_kernels import Importance, block_attention, gather_rows
 from pallas_kernels.fused_rows import Destination, write_kv
 
 Role = Literal["dense", "sparse", "reuse"]
@@ -87,7 +87,8 @@ class MageKV:
         return self.full.nbytes + self.pool.nbytes + (0 if self.rest is None else self.rest.nbytes)
 
 
-def _specs(kv: MageKV) -> MageKV:
+def specs(kv: MageKV) -> MageKV:
+    """How its arrays are split over a mesh."""
     both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
     scores = None if kv.scores is None else P(None, "data", "model", None)
     votes = None if kv.votes is None else P(None, "data", "model", None)
@@ -101,8 +102,7 @@ def _specs(kv: MageKV) -> MageKV:
 
 def placed(kv: MageKV, mesh: Mesh) -> MageKV:
     """`kv` split over the mesh as its attention expects it, wherever it comes from."""
-    specs = _specs(kv)
-    return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), kv, specs)
+    return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), kv, specs(kv))
 
 
 @functools.partial(
@@ -184,8 +184,8 @@ class MageAttend:
         queries = P("data", None, "model", None, None)
         rows = P("data", *(None,) * (self.rows.ndim - 1))
         same = None if self.same is None else P("data", None)
-        in_specs = (P(), queries, heads, heads, _specs(cache), P("data"), P("data", None), rows, same)
-        out_specs = (queries, _specs(cache))
+        in_specs = (P(), queries, heads, heads, specs(cache), P("data"), P("data", None), rows, same)
+        out_specs = (queries, specs(cache))
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
     def _local(
@@ -348,160 +348,10 @@ class MageAttend:
 
 
 def _noted(cache: MageKV, layer: jax.Array, q: jax.Array, exact: Any) -> MageKV:
-    """With what `take_rest` will need of one layer's exact attention."""
+    """With what `mage_steps` will need of one layer's exact attention."""
     if cache.rest is None:
         return cache
     # Were a kernel's own result put into the stack, XLA would run that kernel twice, once for the stack alone: the one
     # that made `q` writes to the cache, which was therefore copied.
     noted = jax.lax.optimization_barrier((q, exact.out, exact.lse))
     return dataclasses.replace(cache, rest=cache.rest.noted(layer, *noted))
-
-
-def unchanged(cache: MageKV, inputs: jax.Array, selecting: bool) -> tuple[MageKV, jax.Array | None]:
-    """Which of a forward's `inputs` i32[B, M] are those of the selecting one, bool[B, M]; that notes them itself."""
-    if cache.rest is None:
-        return cache, None
-    same = cache.rest.inputs == inputs
-    if selecting:
-        cache = dataclasses.replace(cache, rest=dataclasses.replace(cache.rest, inputs=inputs))
-    return cache, same
-
-
-def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | None, implementation: Any) -> MageKV:
-    """After the last layer of a selecting forward: choose, share a layer-adaptive budget out, and fill the pool.
-
-    All layers are gathered at once, here and not where they choose: nothing in the forward waits for the pool, and a
-    gather that the next layer's write to the cache need not wait for would make XLA copy the whole cache.
-    """
-    capacity = cache.indices.shape[-1]
-    first = plan.dense_layers
-    if plan.allocate == "layer_adaptive":
-        assert cache.need is not None  # `MageKV.around` made it
-        budgets = select.layer_budgets(plan, jnp.max(cache.need[first:], axis=-1), prefix, capacity)
-    else:
-        budgets = select.budget_of(plan, prefix)[None, :]
-    counts = cache.counts.at[first:].set(budgets)
-    if plan.selector == "oracle":
-        return dataclasses.replace(cache, counts=counts)  # it has filled its pool layer by layer
-
-    def local(cache: MageKV, counts: jax.Array, prefix: jax.Array) -> MageKV:
-        indices, votes = cache.indices, cache.votes
-        if cache.scores is not None:
-            # All layers in one launch: by itself a layer has too few heads to fill the device.
-            chosen = select.pick(plan, cache.scores, counts[first:], prefix, capacity, implementation)
-            indices = indices.at[first:].set(chosen)
-        if votes is not None:
-            # Layer by layer: the scores of all of them would be as large as the votes once more.
-            def choose(layer: jax.Array, indices: jax.Array) -> jax.Array:
-                score = select.vote_score(votes[layer])
-                chosen = select.pick(plan, score, counts[layer], prefix, capacity, implementation)
-                return indices.at[layer].set(chosen)
-
-            indices = jax.lax.fori_loop(first, counts.shape[0], choose, indices)
-        full, pool = cache.full, cache.pool
-        filled = gather_rows(full.k, full.v, indices, pool.k, pool.v, implementation=implementation)
-        cache = dataclasses.replace(cache, pool=DeviceKV(*filled), counts=counts, indices=indices)
-        return cache if cache.rest is None else _take_rest(cache, prefix, implementation)
-
-    if mesh is None:
-        return local(cache, counts, prefix)
-    in_specs = (_specs(cache), P(None, "data"), P("data"))
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=_specs(cache), check_vma=False)(
-        cache, counts, prefix
-    )
-
-
-def _take_rest(cache: MageKV, prefix: jax.Array, implementation: Any) -> MageKV:
-    """With a filled pool: what each layer's queries found in neither the selection nor the block.
-
-    Layers and rows are one axis here: all layers in one launch. Those that select nothing look at the block alone, and
-    for nothing.
-    """
-    rest, pool = cache.rest, cache.pool
-    assert rest is not None
-    block = rest.inputs.shape[1]
-
-    def flat(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:])
-
-    def of_block(x: jax.Array) -> jax.Array:  # [L, B, K, N, D] -> [1, L * B, K, M, D]
-        one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=2)
-        return flat(jax.vmap(one, (1, 0), 1)(x, prefix))[None]
-
-    k, v, starts = of_block(cache.full.k), of_block(cache.full.v), flat(cache.counts)
-    k, v = scatter_rows(k, v, starts, flat(pool.k)[None], flat(pool.v)[None], implementation=implementation)
-    seen = (starts + block)[:, None]
-    found = block_attention(flat(rest.queries), k[0], v[0], seen, implementation=implementation)
-    out, lse = found.out.reshape(rest.out.shape), found.lse.reshape(rest.lse.shape)
-    pool = DeviceKV(k.reshape(pool.k.shape), v.reshape(pool.v.shape))
-    return dataclasses.replace(cache, pool=pool, rest=rest.without(out, lse, cache.counts >= prefix[None, :]))
-
-
-def add_measured(cache: MageKV, plan: Mage, prefix: jax.Array, counted: jax.Array) -> MageKV:
-    """After a sparse forward: add its quality for the rows `counted` bool[B] whose budget is below their prefix."""
-    if cache.quality is None or cache.measured is None:
-        return cache
-    counted = counted & (select.budget_of(plan, prefix) < prefix)
-    quality = cache.quality[plan.dense_layers :]
-    summands = jnp.full((quality.shape[1], 1), quality.shape[0], jnp.float32)
-    step = jnp.concatenate([jnp.sum(quality, axis=0), summands], axis=-1)
-    return dataclasses.replace(cache, measured=cache.measured + jnp.where(counted[:, None], step, 0.0))
-
-
-def keep(cache: MageKV, plan: Mage, committing: jax.Array, block: int) -> MageKV:
-    """Let the block behind the pool's entries stay there, for rows `committing` bool[B] of a plan that wants it."""
-    if plan.select_every == 1:
-        return cache
-    return dataclasses.replace(cache, counts=cache.counts.at[plan.dense_layers :].add(block * committing))
-
-
-def follow(cache: MageKV, prefix: jax.Array, block: int, mesh: Mesh | None) -> MageKV:
-    """After a selecting forward: the block's K and V from the whole cache to their place behind the pool's entries.
-
-    A block that has later steps writes them there anew. One that is finished by its selecting forward has none.
-    """
-
-    def local(cache: MageKV, prefix: jax.Array) -> MageKV:
-        def put(pool: jax.Array, full: jax.Array) -> jax.Array:  # [K, S, D], [K, N, D] of each layer and row
-            def one(pool: jax.Array, full: jax.Array, at: jax.Array, start: jax.Array) -> jax.Array:
-                new = jax.lax.dynamic_slice_in_dim(full, start, block, axis=1)
-                return jax.lax.dynamic_update_slice_in_dim(pool, new, at, axis=1)
-
-            return jax.vmap(jax.vmap(one), (0, 0, 0, None))(pool, full, cache.counts, prefix)
-
-        pool = DeviceKV(put(cache.pool.k, cache.full.k), put(cache.pool.v, cache.full.v))
-        return dataclasses.replace(cache, pool=pool)
-
-    if mesh is None:
-        return local(cache, prefix)
-    specs = (_specs(cache), P("data"))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(cache, prefix)
-
-
-def commit(
-    cache: MageKV, prefix: jax.Array, committing: jax.Array, block: int, mesh: Mesh | None, implementation: Any
-) -> MageKV:
-    """After a sparse forward: the block's K and V of `committing` rows (bool[B]) from the pool into the whole cache."""
-
-    def local(cache: MageKV, prefix: jax.Array, committing: jax.Array) -> MageKV:
-        def behind_selected(x: jax.Array) -> jax.Array:  # [L, B, K, S, D] -> [L, B, K, M, D]
-            one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=1)
-            return jax.vmap(jax.vmap(one))(x, cache.counts)
-
-        written = scatter_rows(
-            behind_selected(cache.pool.k),
-            behind_selected(cache.pool.v),
-            prefix,
-            cache.full.k,
-            cache.full.v,
-            mask=committing,
-            implementation=implementation,
-        )
-        return dataclasses.replace(cache, full=DeviceKV(*written))
-
-    if mesh is None:
-        return local(cache, prefix, committing)
-    specs = (_specs(cache), P("data"), P("data"))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        cache, prefix, committing
-    )

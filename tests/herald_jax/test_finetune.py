@@ -21,7 +21,8 @@ from herald_jax.cache import DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
 from herald_jax.finetune import LossOptions, block_loss
-from herald_jax.mage import MageAttend, MageKV, finish_selection
+from herald_jax.mage import MageAttend, MageKV
+from herald_jax.mage_steps import finish_selection
 from herald_jax.model import bind, flatten
 from herald_jax.objective import TrainBatch, corrupt, embed, noisy_hidden, token_loss
 from herald_jax.plans import Mage

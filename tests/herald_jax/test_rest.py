@@ -8,7 +8,8 @@ import numpy as np
 
 from herald_jax import Mage
 from herald_jax.cache import DeviceKV
-from herald_jax.mage import MageAttend, MageKV, finish_selection
+from herald_jax.mage import MageAttend, MageKV
+from herald_jax.mage_steps import finish_selection
 from herald_jax.model import bind
 from herald_jax.prefill import prefill
 from herald_jax.rest import Rest
