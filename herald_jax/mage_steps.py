@@ -95,7 +95,10 @@ def _take_rest(cache: MageKV, prefix: jax.Array, implementation: Any) -> MageKV:
         return flat(jax.vmap(one, (1, 0), 1)(x, prefix))[None]
 
     k, v, starts = of_block(cache.full.k), of_block(cache.full.v), flat(cache.counts)
-    k, v = scatter_rows(k, v, starts, flat(pool.k)[None], flat(pool.v)[None], implementation=implementation)
+    # Between barriers: fused with what fills the pool, or with a change of shape, XLA's form of it is not in place.
+    pool = jax.lax.optimization_barrier(pool)
+    into = jax.lax.optimization_barrier((flat(pool.k)[None], flat(pool.v)[None]))
+    k, v = jax.lax.optimization_barrier(scatter_rows(k, v, starts, *into, implementation=implementation))
     seen = (starts + block)[:, None]
     found = block_attention(flat(rest.queries), k[0], v[0], seen, implementation=implementation)
     out, lse = found.out.reshape(rest.out.shape), found.lse.reshape(rest.lse.shape)
