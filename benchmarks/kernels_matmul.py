@@ -2,10 +2,9 @@
 
     python -m benchmarks.kernels_matmul            # or as a part of benchmarks.kernels
 
-The four matmuls of a layer, for the 32 tokens of one block and for those of four and of eight. The floor is one read of
-the weights at copy bandwidth; with eight blocks the tensor cores take longer than that, and the rate is given. The peer
-is what XLA makes of the same product (its Triton matmul or cuBLAS, autotuned), its gate included; both results are
-rounded to bfloat16, ours as partial sums that the next kernel adds up.
+The four matmuls of a layer, for the 32 tokens of one block and for those of four. The floor is one read of the weights
+at copy bandwidth; the peer is what XLA makes of the same product (its Triton matmul or cuBLAS, autotuned), its gate
+included; both results are rounded to bfloat16, ours as partial sums that the next kernel adds up.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.stopwatch import Measurement, Stopwatch
 from herald_jax.config import ModelConfig
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
-CASES = [("sdar8b", 32), ("sdar8b", 128), ("sdar8b", 256), ("fdv2_7b", 32), ("fdv2_1.5b", 32), ("fdv2_1.5b", 256)]
+CASES = [("sdar8b", 32), ("sdar8b", 128), ("fdv2_7b", 32), ("fdv2_1.5b", 32)]
 TOLERANCE = 1e-2  # RMS, relative: both sides are rounded to bfloat16
 
 

@@ -90,7 +90,7 @@ def test_heads_and_cache(dim: int, group: int, norm: bool, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
-@pytest.mark.parametrize("batch", [1, 3, 7])
+@pytest.mark.parametrize("batch", [1, 3, 4])
 def test_a_forward_is_as_exact_as_the_ordinary_one(form: str, batch: int) -> None:
     """Both are roundings of the same float32 forward, and about equally far from it."""
     config = dataclasses.replace(
