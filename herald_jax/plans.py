@@ -35,10 +35,10 @@ class Mage:
       allocate: "uniform" (v2) or "layer_adaptive" (v1: layers whose queries disagree, or whose top entries cover less
         of the attention, get more; see `select.layer_budgets`).
       dense_layers: leading layers that always attend to the whole prefix (v2: 2).
-      rest: what a query still gets of the entries that are not selected. "keep" (ours): the attention over them as it
-        was at the selecting step, as one more summand, for every position whose input is still the same (`rest.py`).
-        "drop": nothing, as in the paper. None is "keep" for selector "mage", and "drop" for the baselines and with
-        `select_every` above 1.
+      rest: what a query still gets of the entries that are not selected. "drop": nothing, as in the paper. "keep"
+        (ours): the attention over them as it was at the selecting step, as one more summand, for every position whose
+        input is still the same (`rest.py`). Nearer to the dense plan at equal tokens, but what is written since
+        changes what a position should look for, and the rest does not follow (docs/accuracy.md).
       min_budget: least entries whatever the fraction says (ours): 5 % of a short prompt is too little to read from.
       sinks, recent: first and last entries of the prefix that are always chosen, within the budget (ours).
       select_at_step: which denoising step selects; those before it are exact too (1 in the paper; 2 is reported better
@@ -51,8 +51,8 @@ class Mage:
         bounds from the minimum and maximum of the keys, arXiv 2406.10774), "tidal" (one layer's selection reused by the
         layers above it, after TidalDecode, arXiv 2410.05076), "random", "recent" (the last entries only).
       page_size: above 1, consecutive entries are chosen as pages of so many, by the mean of their scores (ours): less
-        attention is kept, but what is kept is a broader sample, which counting tasks need. None is 1, and 16 for
-        "quest", whose pages are the paper's.
+        attention is kept, but what is kept is a broader sample, which counting tasks need. 1 is the paper's. None is
+        8, but 16 for "quest", whose pages are its own, and 1 for the other baselines and "layer_adaptive".
       reselect_layers: layers at which "tidal" selects anew; None selects once, at the first sparse layer.
       measure: attend exactly beside every sparse step too, and report how good the selection still was: recall of
         that step's exact top entries, and the share of the prefix's attention kept. Tokens do not change; time does.
@@ -67,7 +67,7 @@ class Mage:
     normalise: Literal["prefix+block", "prefix"] = "prefix+block"
     allocate: Literal["uniform", "layer_adaptive"] = "uniform"
     dense_layers: int = 2
-    rest: Literal["keep", "drop"] | None = None
+    rest: Literal["drop", "keep"] = "drop"
     min_budget: int = 256
     sinks: int = 0
     recent: int = 0
@@ -87,7 +87,7 @@ class Mage:
             "normalise": ("prefix+block", "prefix"),
             "allocate": ("uniform", "layer_adaptive"),
             "selector": ("mage", "oracle", "quest", "tidal", "random", "recent"),
-            "rest": (None, "keep", "drop"),
+            "rest": ("drop", "keep"),
         }
         _check_choices(self, choices)
         for name, least in (
@@ -130,12 +130,14 @@ class Mage:
     @property
     def page(self) -> int:
         """`page_size`, as given or by default."""
-        return self.page_size or (16 if self.selector == "quest" else 1)
+        if self.page_size is not None:
+            return self.page_size
+        return {"mage": 8 if self.allocate == "uniform" else 1, "quest": 16}.get(self.selector, 1)
 
     @property
     def keeps_rest(self) -> bool:
-        """Whether `rest` is "keep", as given or by default."""
-        return self.rest == "keep" or (self.rest is None and self.selector == "mage" and self.select_every == 1)
+        """Whether `rest` is "keep"."""
+        return self.rest == "keep"
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for (before any layer-adaptive split)."""
@@ -153,8 +155,9 @@ class Herald:
     Attributes:
       budget, min_budget, sinks, recent, page_size: as in `Mage`. The block just written is always attended to, beyond
         the budget.
-      query: whose attention selects: "center" (the `[MASK]` nearest the block's centre; which one is ours), "first" or
-        "last" mask, "mean" (of the masks' query vectors), or "all" masks (MAGE's, 32 times the CPU's arithmetic).
+      query: whose attention selects: "mean" (of the masks' query vectors: one query all the same), "center" (the
+        `[MASK]` nearest the block's centre), "first" or "last" mask, or "all" masks (MAGE's, 32 times the CPU's
+        arithmetic). Which one is ours; a single position misses what the others look for (docs/accuracy.md).
       reduce: "mean" or "max" of the softmax weight over those queries and the G heads of the KV head (ours).
       dense_layers: leading layers whose K and V stay in device memory and are attended to whole (ours; MAGE has 2).
       draft: True selects for a block while the block before it is written, from a draft of both. False selects at the
@@ -174,13 +177,13 @@ class Herald:
     """
 
     budget: float | int = 0.05
-    query: Literal["center", "first", "last", "mean", "all"] = "center"
+    query: Literal["mean", "center", "first", "last", "all"] = "mean"
     reduce: Literal["mean", "max"] = "mean"
     dense_layers: int = 0
     min_budget: int = 256
     sinks: int = 0
     recent: int = 0
-    page_size: int = 1
+    page_size: int = 16
     draft: bool = True
     draft_at: float | Literal["auto"] = 0.5
     selector: Literal["cpu", "index", "split", "auto"] = "cpu"
@@ -194,7 +197,7 @@ class Herald:
         _check_choices(
             self,
             {
-                "query": ("center", "first", "last", "mean", "all"),
+                "query": ("mean", "center", "first", "last", "all"),
                 "reduce": ("mean", "max"),
                 "selector": ("cpu", "index", "split", "auto"),
                 "index_bits": (8, 4),

@@ -165,10 +165,29 @@ def test_plan_flags(tmp_path, capsys) -> None:
     model = herald_jax.load(deeper)
     ids = [model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[2]}])]
     flags = ["--plan", "mage", "--budget", "4", "--min-budget", "0", "--query", "center", "--reduce", "max"]
-    flags += ["--dense-layers", "1", "--select-at-step", "2", "--rest", "drop", "--measure", "--stats"]
+    flags += [
+        "--dense-layers",
+        "1",
+        "--select-at-step",
+        "2",
+        "--rest",
+        "keep",
+        "--page-size",
+        "3",
+        "--measure",
+        "--stats",
+    ]
     assert cli.main([deeper, PROMPTS[2], "--json", *flags, *FEW]) == 0
     plan = herald_jax.Mage(
-        4, min_budget=0, query="center", reduce="max", dense_layers=1, select_at_step=2, rest="drop", measure=True
+        4,
+        min_budget=0,
+        query="center",
+        reduce="max",
+        dense_layers=1,
+        select_at_step=2,
+        rest="keep",
+        page_size=3,
+        measure=True,
     )
     result = herald_jax.generate(model, ids, GenerateConfig(max_new_tokens=NEW), plan)
     answer, stats = (json.loads(line) for line in capsys.readouterr().out.splitlines())

@@ -68,7 +68,7 @@ def kernels(plan: Plan, layers: int, size: int) -> list[str]:
 # Layers of a width that the matmul kernel has no tiles for, and of one that it has: nine launches a layer.
 @pytest.mark.parametrize(
     ("plan", "size", "at_least"),
-    [(Mage(0.5, dense_layers=1), 32, 2), (Dense(), 128, 9)],
+    [(Mage(0.5, dense_layers=1, rest="keep"), 32, 2), (Dense(), 128, 9)],
 )
 def test_kernels_are_lowered_once_and_not_once_a_layer(plan: Plan, size: int, at_least: int) -> None:
     """Lowered anew in each of 36 layers they took minutes to compile (docs/measurements.md)."""

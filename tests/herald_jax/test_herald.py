@@ -61,8 +61,8 @@ def test_choosing_everything_is_dense(form, plan):
 
 def test_without_a_draft_it_selects_as_mage_does():
     """The cache in host memory, MAGE's choice: the same tokens."""
-    ours = generated(dataclasses.replace(SPARSE, query="all", draft=False, dense_layers=1, reduce="max"))
-    plan = Mage(0.3, query="all", min_budget=2, dense_layers=1, reduce="max", normalise="prefix", rest="drop")
+    ours = generated(dataclasses.replace(SPARSE, query="all", draft=False, dense_layers=1, reduce="max", page_size=2))
+    plan = Mage(0.3, query="all", min_budget=2, dense_layers=1, reduce="max", normalise="prefix", page_size=2)
     mage = generated(plan)
     assert ours.tokens == mage.tokens
     assert ours.stats.sparse_blocks == mage.stats.sparse_blocks > 0

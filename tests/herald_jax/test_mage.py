@@ -25,9 +25,9 @@ REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=T
 @pytest.mark.parametrize(
     "plan",
     [
-        Mage(1.0, dense_layers=1),
+        Mage(1.0, dense_layers=1, rest="keep"),
         pytest.param(Mage(1000, dense_layers=0, query="center", select_at_step=2), marks=pytest.mark.once),
-        pytest.param(Mage(1.0, dense_layers=0, allocate="layer_adaptive"), marks=pytest.mark.once),
+        pytest.param(Mage(1.0, dense_layers=0, allocate="layer_adaptive", rest="keep"), marks=pytest.mark.once),
         Mage(0.01, dense_layers=0, min_budget=64, selector="oracle"),
         pytest.param(Mage(1.0, dense_layers=1, query="last", selector="oracle"), marks=pytest.mark.once),
         Mage(1.0, dense_layers=1, selector="quest"),
@@ -47,7 +47,7 @@ def test_choosing_everything_is_dense(plan):
 
 
 PLANS = [
-    ("sdar", Mage(0.2, dense_layers=1, min_budget=2)),
+    ("sdar", Mage(0.2, dense_layers=1, min_budget=2, page_size=1, rest="keep")),
     pytest.param(
         "sdar",
         Mage(
@@ -59,13 +59,14 @@ PLANS = [
             normalise="prefix",
             sinks=1,
             recent=2,
-            rest="drop",
             page_size=3,
         ),
         marks=pytest.mark.once,
     ),
     pytest.param(
-        "sdar", Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2), marks=pytest.mark.once
+        "sdar",
+        Mage(0.25, dense_layers=1, min_budget=3, query="last", select_at_step=2, rest="keep", page_size=2),
+        marks=pytest.mark.once,
     ),
     pytest.param("sdar", Mage(6, dense_layers=0, min_budget=0, selector="tidal", rest="keep"), marks=pytest.mark.once),
     pytest.param("sdar", Mage(6, dense_layers=1, min_budget=0, selector="recent"), marks=pytest.mark.once),
@@ -113,7 +114,7 @@ def test_a_selection_for_several_single_tokens():
 @pytest.mark.parametrize(
     "plan",
     [
-        Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive"),
+        Mage(0.2, dense_layers=1, min_budget=2, allocate="layer_adaptive", rest="keep"),
         pytest.param(Mage(4, min_budget=0, selector="random"), marks=pytest.mark.once),
     ],
     ids=["layer_adaptive", "random"],
@@ -131,7 +132,7 @@ def test_a_row_does_not_depend_on_its_neighbours(plan):
 @pytest.mark.once
 def test_jitted_loop_is_the_python_loop():
     config = FORMS["sdar"]
-    model, plan = tiny.model(config), Mage(0.3, dense_layers=1, min_budget=2, select_at_step=2)
+    model, plan = tiny.model(config), Mage(0.3, dense_layers=1, min_budget=2, select_at_step=2, rest="keep")
     prompts = tiny.prompts(LENGTHS)
     request = dataclasses.replace(REQUEST, policy=StaticLowConfidence(3))
     expected = herald_jax.generate(model, prompts, request, plan)
@@ -216,7 +217,8 @@ def test_recall_and_kept_mass_are_the_plain_ones():
 def test_no_copy_of_the_cache_or_the_pool_in_the_compiled_loop():
     config = FORMS["sdar"]
     model = tiny.model(config)
-    run = _Run(model, tiny.prompts((18, 33)), REQUEST, Mage(0.2, dense_layers=1, min_budget=2), None, None)
+    plan = Mage(0.2, dense_layers=1, min_budget=2, rest="keep")
+    run = _Run(model, tiny.prompts((18, 33)), REQUEST, plan, None, None)
     assert isinstance(run._rows.cache, MageKV)
     stops = jnp.asarray([-1])
     lowered = block_loop.run_blocks.lower(
@@ -262,7 +264,7 @@ def test_sharded_is_unsharded(allocate):
     one, mesh = tiny.model(config), herald_jax.make_mesh(model=2, data=2)
     many = herald_jax.Model.from_params(config, tiny.params(config), mesh=mesh)
     prompts = tiny.prompts(LENGTHS)
-    plan = Mage(0.2, dense_layers=1, min_budget=2, allocate=allocate)
+    plan = Mage(0.2, dense_layers=1, min_budget=2, allocate=allocate, rest="keep")
     expected = herald_jax.generate(one, prompts, REQUEST, plan).tokens
     assert herald_jax.generate(many, prompts, REQUEST, plan).tokens == expected
 

@@ -85,7 +85,7 @@ def test_a_step_whose_inputs_are_the_selecting_ones_is_exact():
         kv = finish_selection(kv, plan, prefix, None, None)
         return exact, run(kv, MageAttend(prefix, visible, rows, plan, sparse=True, same=same))[0]
 
-    few = Mage(0.2, dense_layers=0, min_budget=1)
+    few = Mage(0.2, dense_layers=0, min_budget=1, rest="keep", page_size=2)
     exact, kept = sparse(few, jnp.ones((2, block), bool))
     np.testing.assert_allclose(kept, exact, atol=1e-5)
     dropped = sparse(dataclasses.replace(few, rest="drop"), None)[1]

@@ -45,7 +45,7 @@ def test_query_rows(query):
 
 def test_pick_takes_residents_first_and_never_leaves_the_prefix():
     rng = np.random.default_rng(2)
-    plan = Mage(6, min_budget=0, sinks=2, recent=3)
+    plan = Mage(6, min_budget=0, sinks=2, recent=3, page_size=1)
     score = rng.random((4, 2, 50), np.float32)
     prefix = np.array([50, 17, 4, 0], np.int32)
     counts = np.array([plan.entries(int(n)) for n in prefix], np.int32)
@@ -183,7 +183,7 @@ def test_votes_rank_first_and_recency_fills():
         ({"select_every": 4, "selector": "oracle"}, "but selector 'oracle' keeps none"),
         ({"select_every": 4, "rest": "keep"}, "rest 'keep' is of one block's queries, so it goes with select_every 1"),
         ({"selector": "oracle", "rest": "keep"}, "but selector 'oracle' selects at each"),
-        ({"rest": "all"}, "rest is 'all', but must be one of None, keep, drop"),
+        ({"rest": "all"}, "rest is 'all', but must be one of drop, keep"),
         ({"layer_spread": 0.5}, "layer_spread is 0.5, but must be at least 1"),
         (
             {"allocate": "layer_adaptive", "selector": "quest"},
