@@ -298,8 +298,9 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         kept = weights.astype(jnp.bfloat16) if keeps_its_own else None
         weights = weights.astype(p.dtype)
         # Both keep the compiler from moving arithmetic behind the barrier, where the tensor cores would wait for it.
+        # The second makes attention of one block up to 1 % faster, and prefill 2 % slower.
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
-        if p.ping_pong:
+        if p.ping_pong and p.runs == 1:
             mosaic_inline.computed_here(e.longest, acc, weights)
         if keep_weights is not None:
             keep_weights(index, weights if kept is None else kept, new_top)

@@ -85,9 +85,9 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
         config = make_config(tokens, depth, columns, gated)
     c, splits, stages, cluster = config.columns, config.splits, config.stages, config.cluster
     width = c // 2 if gated else c
-    _check(config, tokens, columns, width, gated)
-    programs = -(-columns // width)
     steps = depth // DEPTH
+    _check(config, tokens, steps, columns, width, gated)
+    programs = -(-columns // width)
     halves = 2 if gated else 1
     # Halves of 96 or 80 columns are whole rows of narrower swizzles only.
     piece = next(n for n in (64, 32, 16) if width % n == 0)
@@ -217,11 +217,11 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     )(x, w)
 
 
-def _check(config: WideConfig, tokens: int, columns: int, width: int, gated: bool) -> None:
+def _check(config: WideConfig, tokens: int, steps: int, columns: int, width: int, gated: bool) -> None:
     if config.columns not in COLUMNS or width > columns:
         raise ValueError(f"a program has {COLUMNS} columns, and no more than there are: not {config} for {columns}")
-    if config.splits < 1 or (gated and config.splits > 1):
-        raise ValueError(f"a gated product has 1 split, any other at least 1: not {config.splits}")
+    if not 1 <= config.splits <= (1 if gated else steps):
+        raise ValueError(f"a gated product has 1 split, any other from 1 to {steps}, its steps: not {config.splits}")
     if config.cluster not in (1, 2) or tokens % (8 * config.cluster):
         raise ValueError(f"1 or 2 programs share token tiles, by 8 rows each: not {config.cluster} {tokens} tokens")
     if not 128 < tokens <= WARPGROUPS * ROWS:

@@ -90,6 +90,7 @@ def test_cuts_that_do_not_fit_many_tokens():
     check("128, 160, 192", 256, 256, wide.WideConfig(256, 1, 4, 1))
     check("no more than there are", 256, 128, wide.WideConfig(192, 1, 4, 1))
     check("a gated product has 1 split", 256, 256, wide.WideConfig(128, 2, 4, 1), gated=True)
+    check("from 1 to 1, its steps: not 2", 256, 256, wide.WideConfig(128, 2, 4, 1))
     check("by 8 rows each: not 2 136 tokens", 136, 256, wide.WideConfig(128, 1, 4, 2))
     check("129 to 256 tokens, not 128", 128, 256, wide.WideConfig(128, 1, 4, 1))
     check("for 256 tokens, and needs at least 3 stages", 256, 256, wide.WideConfig(192, 1, 2, 1))
