@@ -14,13 +14,14 @@ Samples are answered in rounds: one batch of every task and length under every p
 that would not end in time; the table always rests on the same samples for all plans. The results file is written after
 every round, and with `--work` an interrupted run goes on where it stopped. For a small model
 compiling is most of the time: caches have one size for all lengths, so that each plan is one program, and the plans of
-a batch run side by side (`--workers`), from one prefill.
+a batch run side by side, in threads (`--workers`, from one prefill) and in processes (`--processes`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ from typing import Any
 import jax
 
 import herald_jax
-from benchmarks import common
+from benchmarks import accuracy_parts, common
+from benchmarks.accuracy_parts import Table
 from herald_jax import eval_report, evaluate
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import StaticLowConfidence, Threshold
@@ -97,17 +99,16 @@ def ablations(*, herald: bool) -> dict[str, Plan]:
     ]
     found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes}
     if herald:
-        pages = {"page_size": 16}
         changes = [
+            {},
+            {"page_size": 1},
             {"query": "center"},
-            {"query": "mean"},
-            {"query": "mean", **near},
-            {"query": "mean", **pages},
-            {"query": "mean", **near, **pages},
-            {"query": "mean", **near, "page_size": 8},
-            {"query": "center", **near, **pages},
-            {"query": "all", **near, **pages},
-            {"query": "mean", **near, **pages, "draft_at": 0.25},
+            {"query": "center", "page_size": 1},
+            {"page_size": 8},
+            {"query": "all"},
+            near,
+            {"dense_layers": 1},
+            {"draft_at": 0.25},
             {"query": "all", "draft": False},
         ]
         found |= {f"herald {named(change)}": Herald(budget=0.05, min_budget=1, **change) for change in changes}
@@ -117,32 +118,6 @@ def ablations(*, herald: bool) -> dict[str, Plan]:
 def named(change: dict[str, Any]) -> str:
     """An ablation's row by what it changes: "sinks=4,recent=32", or "default"."""
     return ",".join(f"{name}={value}" for name, value in change.items()) or "default"
-
-
-class Table:
-    """The results by (plan, set) and (plan, group)."""
-
-    def __init__(self, summary: dict[str, Any]):
-        self.rows = {(row["plan"], row["set"]): row for row in summary["rows"]}
-        self.means = {(row["plan"], row["group"]): row for row in summary["means"]}
-
-    def mean(self, plan: Plan, length: int) -> float:
-        return 100 * self.means[describe(plan), str(length)]["score"]
-
-    def drop(self, plan: Plan, length: int) -> dict[str, float]:
-        """Points of the task mean below dense, with the paired interval, and how many steps a block took."""
-        mean = self.means[describe(plan), str(length)]
-        sets = [row for (label, _), row in self.rows.items() if label == mean["plan"] and row["group"] == str(length)]
-        steps = sum(row["steps_per_block"] for row in sets) / len(sets)
-        return {
-            "drop": 100 * mean["drop"],
-            "low": 100 * mean["drop_low"],
-            "high": 100 * mean["drop_high"],
-            "steps_per_block": steps,
-        }
-
-    def score(self, plan: Plan, name: str) -> dict[str, Any]:
-        return self.rows[describe(plan), name]
 
 
 def name_of(length: int) -> str:
@@ -230,6 +205,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="begin no round that would not end in time (default: do all)")
     parser.add_argument("--replays", type=int, default=2, help="of each task and length, MAGE at 5 %% (default 2)")
     parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 2)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that share the plans; also for --ablation (default 1)"
+    )
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of the processes this one is
     parser.add_argument("--herald", action="store_true", help="HERALD's plan too")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")
@@ -238,12 +217,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
+    if options.processes > 1 and (options.finetuned or options.ar_limit or options.work is None):
+        parser.error("--processes goes with --work, and with --ablation or nothing else")
+    if options.processes > 1 and options.part is None:
+        common.print_rows(run_parts(options))
+        return
     if options.workers is None:
         options.workers = 8 if jax.default_backend() == "gpu" else 2
     lengths = [int(part) for part in options.lengths.split(",")]
     until = time.monotonic() + 60 * options.minutes if options.minutes is not None else None
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
+        if options.part is not None:
+            return answer_part(options, lengths, work)
         if options.ablation:
             rows = run_ablation(options, lengths[0], work, until)
         elif options.finetuned:
@@ -266,6 +252,70 @@ def main() -> None:
             )
             rows = write(options, "accuracy", accuracy_rows(table, chosen, lengths) + threshold_rows(certain, lengths))
     common.print_rows(rows)
+
+
+def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The main table or the ablation, answered in several processes; after `--minutes` by what there is."""
+    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    lengths = [int(part) for part in options.lengths.split(",")]
+    command = [sys.executable, "-m", "benchmarks.accuracy", *sys.argv[1:]]
+    print("parts ended with", accuracy_parts.run(command, options.processes, until), flush=True)
+    settings = settings_of(options, options.checkpoint)
+
+    def gathered(name: str, chosen: Sequence[Plan], lengths: Sequence[int]) -> Table:
+        table, samples = accuracy_parts.gather(
+            options.work / name, options.processes, settings, chosen, names_of(lengths, tuple(TASKS))
+        )
+        print(f"{name}: {samples} samples of each task and length", flush=True)
+        return table
+
+    if options.ablation:
+        found = ablations(herald=options.herald)
+        return write(
+            options,
+            "accuracy-ablation",
+            ablation_rows(gathered("ablation", [Dense(), *found.values()], lengths[:1]), found, lengths[0]),
+        )
+    chosen = plans(herald=options.herald)
+    table, certain = gathered("accuracy", chosen, lengths), gathered("threshold", [Dense(), mage(0.05)], lengths)
+    missing = [describe(plan) for plan in chosen if all(plan_ != describe(plan) for plan_, _ in table.means)]
+    if missing or not certain.means:
+        raise SystemExit(f"not answered in time: {', '.join(missing) or 'threshold'}; the same command goes on")
+    rows = accuracy_rows(table, chosen, lengths) + threshold_rows(certain, lengths)
+    return write(options, "accuracy", rows)
+
+
+def answer_part(options: argparse.Namespace, lengths: list[int], work: Path) -> None:
+    """This process's share of the plans, round after round until it is done or ended.
+
+    In the main table the last part has the threshold policy's rows instead, and the replays.
+    """
+    part, others = options.part, options.processes - (not options.ablation)
+    if options.ablation:
+        chosen = [Dense(), *ablations(herald=options.herald).values()]
+        where, lengths = work / "ablation", lengths[:1]
+    else:
+        chosen, where = plans(herald=options.herald), work / "accuracy"
+    where = accuracy_parts.folder(where, part)
+    if part < others:
+        run_rounds(options, options.checkpoint, chosen[part::others], lengths, where, None)
+        return
+    few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
+    certain = accuracy_parts.folder(work / "threshold", part)
+    run_rounds(few, options.checkpoint, [Dense(), mage(0.05)], lengths, certain, None, policy=Threshold())
+    few.samples = options.replays
+    if few.samples:
+        run_rounds(few, options.checkpoint, [Dense()], lengths, where, None, replayed=[mage(0.05)])
+
+
+def settings_of(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
+    """What a journal's answers depend on."""
+    return {"checkpoint": checkpoint, "batch_size": options.batch_size}
+
+
+def names_of(lengths: Sequence[int], tasks: Sequence[str]) -> dict[str, str]:
+    """Every set, and the group it is averaged in."""
+    return {f"{task}/{length}": str(length) for length in lengths for task in tasks}
 
 
 def write(options: argparse.Namespace, name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -306,8 +356,8 @@ def run_rounds(
             for task in tasks
         ]
 
-    journal = evaluate.Journal(work, {"checkpoint": checkpoint, "batch_size": size})
-    names = {f"{task}/{length}": str(length) for length in lengths for task in tasks}
+    journal = evaluate.Journal(work, settings_of(options, checkpoint))
+    names = names_of(lengths, tasks)
 
     def table(samples: int) -> Table:
         answers = [a for a in journal.answers if a["index"] < samples]
@@ -349,32 +399,33 @@ def run_ablation(options: argparse.Namespace, length: int, work: Path, until: fl
     chosen: list[Plan] = [Dense(), *(dataclasses.replace(plan) for plan in found.values())]
 
     def report(table: Table) -> list[dict[str, Any]]:
-        rows = []
-        for name, plan in found.items():
-            if (describe(plan), str(length)) not in table.means:
-                continue  # not answered yet
-            by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
-            samples = min(table.score(plan, f"{task}/{length}")["samples"] for task in TASKS)
-            whole = table.drop(plan, length)
-            drop = whole.pop("drop")
-            detail = {**whole, "samples": samples, "by_task": by_task}
-            rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail=detail))
-        lost = {
-            name: 100 * table.score(plan, f"common_words/{length}")["drop"]
-            for name, plan in found.items()
-            if isinstance(plan, Mage)
-        }
+        return write(options, "accuracy-ablation", ablation_rows(table, found, length))
+
+    table, _ = run_rounds(options, options.checkpoint, chosen, [length], work / "ablation", until, report)
+    return report(table)
+
+
+def ablation_rows(table: Table, found: dict[str, Plan], length: int) -> list[dict[str, Any]]:
+    """One row per case that has been answered, and what the best of MAGE's loses on aggregation."""
+    rows = []
+    found = {name: plan for name, plan in found.items() if (describe(plan), str(length)) in table.means}
+    for name, plan in found.items():
+        by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
+        samples = min(table.score(plan, f"{task}/{length}")["samples"] for task in TASKS)
+        whole = table.drop(plan, length)
+        drop = whole.pop("drop")
+        detail = {**whole, "samples": samples, "by_task": by_task}
+        rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail=detail))
+    lost = {
+        name: 100 * table.score(plan, f"common_words/{length}")["drop"]
+        for name, plan in found.items()
+        if isinstance(plan, Mage)
+    }
+    if lost:
         best = min(lost, key=lambda name: lost[name])
         goal = GOALS["mage/5/aggregation/drop"]
         rows.append(common.row("mage/5/aggregation/best_drop", lost[best], "points", goal=goal, detail={"with": best}))
-        return write(options, "accuracy-ablation", rows)
-
-    # MAGE's round first: HERALD's programs take longer to compile.
-    few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
-    mages = [plan for plan in chosen if not isinstance(plan, Herald)]
-    run_rounds(few, options.checkpoint, mages, [length], work / "ablation", until, report)
-    table, _ = run_rounds(options, options.checkpoint, chosen, [length], work / "ablation", until, report)
-    return report(table)
+    return rows
 
 
 def run_finetuned(

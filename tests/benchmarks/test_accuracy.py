@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, accuracy_tables
+from benchmarks import accuracy, accuracy_parts, accuracy_tables
 from herald_jax.eval_report import describe
-from herald_jax.plans import Mage
+from herald_jax.evaluate import Journal
+from herald_jax.plans import Dense, Mage
 from herald_jax.tasks import TASKS
 
 
@@ -87,6 +91,34 @@ ROWS = [
     row("smollm2/1k/mage/10", 85.0, low=70.0, high=100.0),
     row("ablation/5/4k/query=first", 1.5, low=1.0, high=2.0, steps_per_block=3.21, samples=9, by_task={"fact_qa": 0.7}),
 ]  # fmt: skip
+
+
+def test_parts_are_ended_in_time_and_their_journals_become_one_table(tmp_path: Path) -> None:
+    script = "import sys, time; time.sleep(int(sys.argv[-1]) * 100); sys.exit(3)"
+    ended = accuracy_parts.run([sys.executable, "-c", script], 2, time.monotonic() + 2)
+    assert ended == [3, -signal.SIGTERM]
+
+    plans, names = [Dense(), accuracy.mage(0.05), accuracy.mage(0.1)], {"a/8": "8", "b/8": "8"}
+    counts = dict.fromkeys(("denoise_steps", "blocks", "sparse_blocks", "recall_sum", "mass_sum", "measured"), 1)
+    settings = {"checkpoint": "x", "batch_size": 2}
+    for part, mine in enumerate((plans[::2], plans[1:2])):
+        journal = Journal(accuracy_parts.folder(tmp_path, part), settings)
+        for plan in mine:
+            for name in names if plan != plans[2] else ["a/8"]:  # the third has not answered everything
+                for first in (0, 2) if plan == plans[0] else (0,):
+                    score = 0.25 if plan != plans[0] else 1.0 if first == 0 else 0.0
+                    answers = [{"index": first + i, "score": score, "answer": "", "tokens": 1} for i in range(2)]
+                    journal.answered(describe(plan), name, answers, counts | {"new_tokens": 2})
+        if part == 1:  # the dense plan's once more, as for a replay
+            again = {"index": 0, "score": 1.0, "answer": "", "tokens": 1}
+            journal.answered(describe(plans[0]), "a/8", [again], counts | {"new_tokens": 1})
+        journal.close()
+    table, samples = accuracy_parts.gather(tmp_path, 2, settings, plans, names)
+    assert samples == 2
+    assert {plan for plan, _ in table.means} == {describe(plan) for plan in plans[:2]}
+    assert table.mean(plans[0], 8) == 100
+    assert table.drop(plans[1], 8)["drop"] == pytest.approx(75)
+    assert accuracy_parts.gather(tmp_path, 1, settings, plans[1:], names)[1] == 0
 
 
 def test_tables(tmp_path: Path) -> None:

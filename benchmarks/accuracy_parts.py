@@ -1,0 +1,103 @@
+"""`benchmarks.accuracy` in several processes: each answers under some of the plans, and one table is made of all.
+
+With a model this small most of the time goes into tracing and lowering programs, which one Python process does for one
+plan at a time whatever its threads. Every part keeps a journal of its own, so what it has answered survives its end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from herald_jax import eval_report, evaluate
+from herald_jax.eval_report import describe
+from herald_jax.plans import Plan
+
+_MEMORY = 0.9  # of the device, shared out among the parts
+_GRACE = 10  # seconds from the request to end to the end
+
+
+class Table:
+    """The results by (plan, set) and (plan, group)."""
+
+    def __init__(self, summary: dict[str, Any]):
+        self.rows = {(row["plan"], row["set"]): row for row in summary["rows"]}
+        self.means = {(row["plan"], row["group"]): row for row in summary["means"]}
+
+    def mean(self, plan: Plan, length: int) -> float:
+        return 100 * self.means[describe(plan), str(length)]["score"]
+
+    def drop(self, plan: Plan, length: int) -> dict[str, float]:
+        """Points of the task mean below dense, with the paired interval, and how many steps a block took."""
+        mean = self.means[describe(plan), str(length)]
+        sets = [row for (label, _), row in self.rows.items() if label == mean["plan"] and row["group"] == str(length)]
+        steps = sum(row["steps_per_block"] for row in sets) / len(sets)
+        return {
+            "drop": 100 * mean["drop"],
+            "low": 100 * mean["drop_low"],
+            "high": 100 * mean["drop_high"],
+            "steps_per_block": steps,
+        }
+
+    def score(self, plan: Plan, name: str) -> dict[str, Any]:
+        return self.rows[describe(plan), name]
+
+
+def run(command: Sequence[str], processes: int, until: float | None) -> list[int]:
+    """`command` with `--part` and each part's number, side by side, until all are done or time is over.
+
+    Returns the parts' exit statuses; a part that time ended has a negative one. `until` is of `time.monotonic`.
+    """
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_MEMORY / processes:.3f}"}
+    parts = [subprocess.Popen([*command, "--part", str(part)], env=os.environ | share) for part in range(processes)]
+    try:
+        for part in parts:
+            part.wait(None if until is None else max(until - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for part in parts:
+            part.terminate()
+        for part in parts:
+            try:
+                part.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                part.kill()
+    return [part.wait() for part in parts]
+
+
+def folder(work: Path, part: int) -> Path:
+    """Where a part keeps its journal."""
+    return work / f"part-{part}"
+
+
+def gather(
+    work: Path, processes: int, settings: Mapping[str, Any], plans: Sequence[Plan], names: Mapping[str, str]
+) -> tuple[Table, int]:
+    """The table of what all parts answered, and the number of samples of each set that it rests on.
+
+    A plan that has not answered all of the sets `names` is left out; the others are judged by the samples that all of
+    them have answered. The number is 0 if there is no such plan.
+    """
+    answers: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
+    for part in range(processes):
+        if folder(work, part).exists():
+            journal = evaluate.Journal(folder(work, part), dict(settings))
+            journal.close()
+            answers += journal.answers
+            batches += journal.batches
+    found: dict[str, dict[str, set[int]]] = {describe(plan): {name: set() for name in names} for plan in plans}
+    for answer in answers:
+        if "agreement" not in answer and answer["plan"] in found:
+            found[answer["plan"]][answer["set"]].add(answer["index"])
+    counts = {label: min(len(indices) for indices in by_set.values()) for label, by_set in found.items()}
+    complete = {label: count for label, count in counts.items() if count}
+    common = min(complete.values(), default=0)
+    kept = [a for a in answers if a["plan"] in complete and a["index"] < common]
+    chosen = [plan for plan in plans if describe(plan) in complete]
+    return Table(eval_report.summarise(chosen, names, kept, batches)), common
