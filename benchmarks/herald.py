@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -139,32 +138,27 @@ class Case:
     def measure(self, plan: Herald, context: int, steps: int, blocks: int) -> dict[str, Any]:
         """Seconds of a block and its parts, and the pipeline's counters, over `blocks` blocks after two more."""
         pipeline, rows = self.start(plan, context)
-        policy, taken = StaticLowConfidence(min(steps, self.config.diffusion.block_length)), []
+        policy = StaticLowConfidence(min(steps, self.config.diffusion.block_length))
         with pipeline:
             how = (policy, _GREEDY, _NO_STOPS)
             for i in range(blocks + 2):
                 if i == 2:
                     before = pipeline.settle()
-                began = time.perf_counter()
+                    jax.block_until_ready(rows.length)
+                    began = time.perf_counter()
                 rows = pipeline.block(rows, *how, last=False)
-                jax.block_until_ready(rows.length)
-                taken.append(time.perf_counter() - began)
+            jax.block_until_ready(rows.length)
+            block = (time.perf_counter() - began) / blocks
             stats = pipeline.settle()
             self.host = pipeline._host  # appended to in place: the arrays that were put in are gone
             alone, how = [], pipeline._on_device(*how)
             for _ in range(3):
                 began = time.perf_counter()
-                rows, inside = pipeline._denoise(rows, how, first=True)
-                jax.block_until_ready(inside)
+                rows, _, _ = draft(self.params, rows, *how, options=pipeline._options)
+                rows = pipeline._denoise(rows, how, first=False)
+                jax.block_until_ready(rows.length)
                 alone.append(time.perf_counter() - began)
-            drafting = []
-            for _ in range(3):
-                began = time.perf_counter()
-                rows, queries, _ = draft(self.params, rows, options=pipeline._options)
-                jax.block_until_ready(queries)
-                drafting.append(time.perf_counter() - began)
-        block = statistics.median(taken[2:])
-        own = statistics.median(alone) + statistics.median(drafting[1:])
+        own = min(alone)
         scan = (stats.scan_seconds - before.scan_seconds) / blocks
         return {
             "block": block,

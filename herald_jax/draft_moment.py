@@ -1,4 +1,4 @@
-"""When to make the draft: early enough to hide what follows from it, and no earlier.
+"""When to make the draft, and when to fetch: early enough to hide what follows from it, and no earlier.
 
 From counts alone, not from measurements: what is drafted decides which tokens are written, and the same request is to
 write the same tokens whatever else the machine is doing. The rates below are those of the machine this was measured on
@@ -22,11 +22,11 @@ from herald_jax.plans import Herald
 _LATEST = (
     0.5  # share of the block that is revealed at the latest draft that "auto" makes, and at all if nothing is known
 )
-_SCAN_RATE = 55e9  # bytes of keys a second, 16 cores of the host
+_SCAN_RATE = 50e9  # bytes of keys a second, 16 cores of the host
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
 _LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
-_STEPS_BESIDE = 4  # those queued when the scan ends, and the last one, beside which nothing is fetched
+_STEPS_BESIDE = 3  # the two single ones that programs end with (`offload.advance`), and one to spare
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "config"))
@@ -58,3 +58,17 @@ def revealed(prefix: jax.Array, policy: Policy, *, plan: Herald, config: ModelCo
 def _weight_bytes(config: ModelConfig) -> float:
     # In floating point like all that is traced here: most models exceed an int32.
     return float(sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values()))
+
+
+def left_for_fetch(pool_bytes: int, policy: Policy, config: ModelConfig) -> int:
+    """How many of its block's masks the row that is furthest behind is to have left when the fetch begins.
+
+    So many as take the steps beside which all of a pool of `pool_bytes` could be fetched, by the rates above, with two
+    single steps that nothing is fetched beside. A policy whose steps nobody knows beforehand is taken to reveal one
+    position in each.
+    """
+    block = config.diffusion.block_length
+    step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
+    steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
+    each = 1 if steps is None else math.ceil(block / min(int(steps), block))
+    return min(each * (math.ceil(pool_bytes / _FETCH_RATE / step) + 2), block)

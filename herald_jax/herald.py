@@ -1,11 +1,12 @@
 """The HERALD pipeline, host side: who works when, from prefill to the last block.
 
-Per block: `denoise` up to the drafting moment, `draft`, and while the worker thread scans the host's keys with the
-draft's queries, single steps (`advance`). When the scores are there, `finish` fills the spare pool beside the block's
-last steps. Then the block's K and V are appended to the host's cache, the pools change places, and the next block
-begins.
+Per block: `draft` runs the steps up to the drafting moment and the draft. While worker threads scan the host's keys
+with the draft's queries, `denoise` runs steps until so many masks are left as it takes steps to hide the fetch. When
+the scores are there, `finish` fills the spare pool beside the block's last steps. Then the block's K and V are appended
+to the host's cache, the pools change places, and the next block begins.
 
-While the CPU scans, steps are dispatched ahead of their results, so that the GPU never waits for a busy host.
+Between two of these programs, a single step or the draft is still running on the GPU while the next is set up. While
+the CPU scans, this thread is inside one program, and needs neither Python's lock nor more than moments of a core.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import deque
 from typing import Any
 
 import jax
@@ -36,7 +36,6 @@ from herald_jax.pooled import PooledKV
 from herald_jax.stats import OffloadStats
 
 _NEVER = 2**31 - 1
-_QUEUED = 2  # programs the device has before it while an earlier one is waited for: a scanning host is slow to react
 _MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
 _TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
 
@@ -53,7 +52,7 @@ class Pipeline:
         assert isinstance(plan, Herald)
         self._params, self._plan = params, plan
         # What only the host side reads of a plan, no program is to be compiled anew for.
-        same = dataclasses.replace(plan, selector="cpu", index_bits=8, split=0.5, segment=1, draft_at=0.5)
+        same = dataclasses.replace(plan, selector="cpu", index_bits=8, split=0.5, draft_at=0.5)
         self._options = dataclasses.replace(options, plan=same)
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
@@ -125,24 +124,23 @@ class Pipeline:
         if not self._plan.draft:
             return self._exact_block(rows, how, last=last)
         if last:
-            return self._denoise(rows, how, first=True)[0]
+            return self._denoise(rows, how, first=True)
         assert isinstance(rows.cache, PooledKV)
         moment = draft_moment.revealed(rows.length, how[0], plan=self._plan, config=self._options.config)
         rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, draft_from=moment))
-        rows, _ = self._denoise(rows, how, first=True, until_drafted=True)
-        rows, queries, prefix = offload.draft(self._params, rows, options=self._options)
+        rows, queries, prefix = offload.draft(self._params, rows, *how, options=self._options)
         near, far = queries[: self._indexed], queries[self._indexed :]
         scored: tuple[jax.Array, ...] = ()
         if self._index:
             scored = device_index.score(self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh)
         if self._indexed < self._layers:
-            rows, scanned = self._scan_beside(rows, how, far, prefix)
+            rows, scanned = self._scan_beside(rows, policy, how, far, prefix)
             scored += scanned
         rows, spare, held, moved = offload.finish(
             self._params, rows, self._spare, scored, prefix, self._held, self._host, *how, options=self._options
         )
         if offload.leaves_last(how[0]):
-            rows, _ = offload.advance(self._params, rows, *how, steps=1, options=self._options)
+            rows = offload.advance(self._params, rows, *how, options=self._options)
         self.stats.blocks += 1
         self._moved.append(moved)
         del scored
@@ -160,29 +158,26 @@ class Pipeline:
             self._constants[key] = jax.device_put(value, self._everywhere)
         return self._constants[key]
 
-    def _denoise(
-        self, rows: Rows, how: Any, *, first: bool, limit: int = _NEVER, until_drafted: bool = False
-    ) -> tuple[Rows, jax.Array]:
-        where = tuple(self._constant(x) for x in (np.bool_(first), np.int32(limit), np.bool_(until_drafted)))
+    def _denoise(self, rows: Rows, how: Any, *, first: bool, left: int = -1) -> Rows:
+        where = tuple(self._constant(x) for x in (np.bool_(first), np.int32(left)))
         return offload.denoise(self._params, rows, *how, *where, options=self._options)
 
     def _scan_beside(
-        self, rows: Rows, how: Any, queries: jax.Array, prefix: jax.Array
+        self, rows: Rows, policy: Policy, how: Any, queries: jax.Array, prefix: jax.Array
     ) -> tuple[Rows, tuple[jax.Array, ...]]:
         """The CPU's scores of the layers it scans, with the block denoised meanwhile."""
         future = self._scanner.submit(queries, self._host.k[self._indexed :], prefix)
-        inside: deque[jax.Array] = deque()
-        finished = False
-        while not future.done() and not finished:
-            rows, more = offload.advance(self._params, rows, *how, steps=self._plan.segment, options=self._options)
-            inside.append(more)
-            if len(inside) > _QUEUED:
-                finished = not bool(inside.popleft())
-        if finished:
+        assert isinstance(rows.cache, PooledKV)
+        left = draft_moment.left_for_fetch(rows.cache.pool.nbytes, policy, self._options.config)
+        rows = self._denoise(rows, how, first=False, left=left)
+        rows = offload.advance(self._params, rows, *how, options=self._options)
+        exposed = 0.0
+        if not future.done():
             jax.block_until_ready(rows.step)
-        waiting = time.perf_counter()
+            waiting = time.perf_counter()
+            future.result()
+            exposed = time.perf_counter() - waiting
         scanned = future.result()
-        exposed = time.perf_counter() - waiting if finished else 0.0
         self.stats.scan_seconds += scanned.seconds
         self.stats.scan_bytes += scanned.nbytes
         self.stats.scan_exposed_seconds += exposed
@@ -238,7 +233,7 @@ class Pipeline:
     def _exact_block(self, rows: Rows, how: Any, *, last: bool) -> Rows:
         """A block whose own first step selects: every layer's K and V pass through the device."""
         rows = host_prefill.exact_step(self._params, rows, self._host, how, self._options)
-        rows, _ = self._denoise(rows, how, first=False)
+        rows = self._denoise(rows, how, first=False)
         cache = rows.cache
         assert isinstance(cache, PooledKV)
         self.stats.blocks += 1

@@ -46,8 +46,8 @@ _STREAMED_QUERIES = 8
 _TURN = 272
 # Bytes of keys that one call scans at least, if there are heads enough: a call holds Python's lock for some 50 us.
 _CALL = 16 * 2**20
-# Calls in XLA's queue for each core at most: more would keep their scores in memory for nothing.
-_AHEAD = 2
+# Calls in XLA's queue for each thread at most: more would keep their scores in memory for nothing.
+_AHEAD = 4
 
 
 @functools.partial(jax.jit, static_argnames="reach", compiler_options=_COMPILED)
@@ -152,12 +152,29 @@ class Scanned:
     nbytes: int
 
 
-class Scanner:
-    """A thread that hands out the scan to JAX's CPU backend, and one that collects its scores.
+class _Hand:
+    """A thread that calls the scan of its share, and how many results of it may wait to be collected.
 
-    XLA computes on threads of its own, whoever calls it. So one thread calls, without waiting for what it called: more
-    of them would take turns at Python's lock, and the thread that launches the GPU's work with them. Where there are
-    cores enough, XLA's threads leave some of them to these (`host_threads.py`).
+    Its own number, not one for all: the scores are collected in order, and those that come first must not wait for room
+    that other threads' later ones have taken.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, f"herald-scan-part-{number}")
+        self.room = threading.BoundedSemaphore(_AHEAD)
+
+
+_Part = tuple[_Hand, "concurrent.futures.Future[jax.Array]", np.ndarray]  # who scans, the scores, and their place
+
+
+class Scanner:
+    """A thread that deals out the scan, one for each core that hands its share to JAX's CPU backend, and one that
+    collects the scores.
+
+    XLA computes on threads of its own, whoever calls it, and what one thread calls, one after the other. So every
+    core's share has a thread that calls, and none of them waits for what it called: waking up, they would take turns at
+    Python's lock. Where there are cores enough, XLA's threads leave some of them to the thread that launches the GPU's
+    work and to these (`host_threads.py`).
 
     `submit` returns at once; an error in any of the threads comes out of the future's result.
     """
@@ -172,10 +189,12 @@ class Scanner:
             ) from None
         self._stages: list[_Stage] = []
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._room = threading.BoundedSemaphore(_AHEAD * cores)
-        self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
-        self._collect = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-scores")
         self._holds = beside_gpu and host_threads.hold(self._cpu)
+        if self._holds:
+            cores -= host_threads.RESERVED
+        self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
+        self._hands = [_Hand(i) for i in range(cores)]
+        self._collect = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-scores")
 
     def submit(
         self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array
@@ -185,8 +204,8 @@ class Scanner:
 
     def close(self) -> None:
         """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
-        self._lead.shutdown(wait=True, cancel_futures=True)
-        self._collect.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._lead, *(hand.thread for hand in self._hands), self._collect):
+            threads.shutdown(wait=True, cancel_futures=True)
         if self._holds:
             host_threads.release(self._cpu)
             self._holds = False
@@ -196,24 +215,26 @@ class Scanner:
         began = time.perf_counter()
         nbytes = 0
         sent: list[concurrent.futures.Future[jax.Array]] = []
+        hands = itertools.cycle(self._hands)
+        places = [(self._staging(layer, k, queries.shape[-2]), host_views(k)) for layer, k in enumerate(keys)]
         try:
-            for layer, k in enumerate(keys):
-                stage = self._staging(layer, k, queries.shape[-2])
-                calls: list[concurrent.futures.Future[None]] = []
-                for device, view in host_views(k).items():
+            for layer, (stage, views) in enumerate(places):
+                parts: list[_Part] = []
+                for device, view in views.items():
                     for row, length in enumerate(rows[device]):
                         reach = _reach(int(length), view.shape[3])
                         # Part of the keys of several heads is no array of its own, all that XLA's product takes.
                         size = reach * view.shape[4] * view.itemsize if _streamed(asked[device], view) else _CALL
                         for heads in _calls(view.shape[2], size) if reach else ():
-                            part = self._part(asked[device][layer, row, heads], view[0, row, heads], reach)
+                            what = (asked[device][layer, row, heads], view[0, row, heads], reach)
                             out = stage.views[device][row, heads, :, :reach]
-                            calls.append(self._collect.submit(self._store, part, out))
+                            hand = next(hands)
+                            parts.append((hand, hand.thread.submit(self._part, hand, *what), out))
                     nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
-                sent.append(self._collect.submit(_send, stage, calls))
+                sent.append(self._collect.submit(self._send, stage, parts))
             scores = [layer.result() for layer in sent]
         finally:
-            self._collect.submit(_nothing).result()  # no scan is left that reads the keys, whatever went wrong
+            concurrent.futures.wait(sent)  # no scan is left that reads the keys, whatever went wrong
         jax.block_until_ready(scores)  # the staging memory is written again by the next scan
         return Scanned(tuple(scores), time.perf_counter() - began, nbytes)
 
@@ -223,38 +244,38 @@ class Scanner:
             self._stages.append(_Stage(k, queries))
         return self._stages[layer]
 
-    def _part(self, q: np.ndarray, k: np.ndarray, reach: int) -> jax.Array:
+    def _part(self, hand: _Hand, q: np.ndarray, k: np.ndarray, reach: int) -> jax.Array:
         """Begin to score some heads of a row, all their keys `[H, N, D]`; the result `[H, R, reach]` is on its way.
 
         NumPy arrays go in as they are, because `device_put` would hold Python's lock for longer than the whole call.
         JAX reads them in place where they begin at a multiple of 64 bytes, as heads of 32 dimensions and more do.
         """
         k = k.view(np.uint32) if _streamed(q, k) else k[:, :reach]
-        self._room.acquire()
+        hand.room.acquire()
         try:
             with jax.default_device(self._cpu):
                 return scan(q, k, reach=reach)
         except BaseException:
-            self._room.release()
+            hand.room.release()
             raise
 
-    def _store(self, scores: jax.Array, out: np.ndarray) -> None:
-        """Wait for what `_part` began, and put it into staging memory."""
-        try:
-            out[:] = scores
-        finally:
-            self._room.release()
-
-
-def _send(stage: _Stage, calls: list[concurrent.futures.Future[None]]) -> jax.Array:
-    """Send a layer's scores to the device, all of whose `calls` are over."""
-    for call in calls:
-        call.result()
-    return jax.device_put(stage.array, stage.target, may_alias=False)
-
-
-def _nothing() -> None:
-    """What one waits for to know that everything before it is over."""
+    def _send(self, stage: _Stage, parts: list[_Part]) -> jax.Array:
+        """Wait for all `parts` of a layer, put each into its place in staging memory, and send that to the device."""
+        errors: list[BaseException] = []
+        for hand, part, out in parts:
+            failed = part.exception()  # waits
+            if failed is not None:
+                errors.append(failed)
+                continue
+            try:
+                out[:] = part.result()
+            except jax.errors.JaxRuntimeError as error:
+                errors.append(error)
+            finally:
+                hand.room.release()
+        if errors:
+            raise errors[0]
+        return jax.device_put(stage.array, stage.target, may_alias=False)
 
 
 def _streamed(q: np.ndarray, k: np.ndarray) -> bool:

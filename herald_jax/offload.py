@@ -1,9 +1,13 @@
 """HERALD's device programs: denoise over the pool, draft, and fill the next pool while the block is finished.
 
-The host side of the pipeline is `herald.py`. A block is three kinds of program: `denoise` runs steps, as many as asked;
-`draft` is one forward over [the block, its masks guessed | an all-masked next block], whose queries select; `finish`
-turns the scores into the next pool while it runs the block's last steps. Everything is donated; nothing but the
-selected rows that the current pool lacks crosses PCIe.
+The host side of the pipeline is `herald.py`. A block is three programs and two single steps (`advance`): `draft` runs
+the steps up to the draft and the draft itself, one forward over [the block, its masks guessed | an all-masked next
+block], whose queries select; `denoise` runs steps while the selection is awaited; `finish` turns the scores into the
+next pool while it runs the block's last steps. Everything is donated; nothing but the selected rows that the current
+pool lacks crosses PCIe.
+
+Loops of steps are driven by the host, and each program costs it some milliseconds to set up (it brings CUDA graphs up
+to date). So there are few programs, each ends with something that is no loop, and the next is set up while that runs.
 """
 
 from __future__ import annotations
@@ -64,25 +68,16 @@ def _run(
     stops: jax.Array,
     options: LoopOptions,
     first: jax.Array,
-    limit: jax.Array,
-    until_drafted: jax.Array,
-    *,
-    but_last: bool = False,
+    wanted: Callable[[Rows], jax.Array],
 ) -> Rows:
-    """Steps until every row has committed, at most `limit`, or with `until_drafted` until every row has its draft.
+    """Steps while a row is inside its block and `wanted(rows)` is true.
 
-    Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one. With
-    `but_last` the steps end before the one that commits the last rows, where that can be told (`_one_is_left`).
+    Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
     """
 
     def going(state: tuple[jax.Array, Rows]) -> jax.Array:
         i, rows = state
-        starting = first & (i == 0)
-        drafted = jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
-        wanted = (i < limit) & ~(until_drafted & drafted)
-        if but_last:
-            wanted &= ~_one_is_left(rows)
-        return starting | (_inside(rows) & wanted)
+        return (first & (i == 0)) | (_inside(rows) & wanted(rows))
 
     def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         i, rows = state
@@ -113,6 +108,14 @@ def _inside(rows: Rows) -> jax.Array:
     return jnp.any(~rows.done & (rows.step > 0))
 
 
+def _begun(rows: Rows, options: LoopOptions, first: jax.Array) -> Rows:
+    """The rows at a block's start, if it is one."""
+    cache = _pooled(rows)
+    sparse = first & ~rows.done & (select.budget_of(_plan(options), rows.length) < rows.length)
+    cache = dataclasses.replace(cache, committed=cache.committed & ~first, drafted=cache.drafted & ~first)
+    return dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
+
+
 def _one_is_left(rows: Rows) -> jax.Array:
     """Whether the next forward commits every row that is inside its block. Not for policies that rewrite tokens."""
     return jnp.all(rows.done | (rows.step == 0) | jnp.all(rows.known, axis=1))
@@ -131,63 +134,60 @@ def denoise(
     sampling: Sampling,
     stops: jax.Array,
     first: jax.Array,
-    limit: jax.Array,
-    until_drafted: jax.Array,
+    left: jax.Array,
     *,
     options: LoopOptions,
-) -> tuple[Rows, jax.Array]:
-    """Denoising steps over the pool: from a block's start (bool scalar `first`), `limit` of them at most, or (bool
-    scalar `until_drafted`) until every row has its draft.
+) -> Rows:
+    """Denoising steps over the pool, from a block's start if bool scalar `first`.
 
-    Returns the rows, and whether any of them is inside its block still. All arguments but `options` are traced: one
-    program serves every segment of every block.
+    They go on while a row has more than i32 scalar `left` masks; if that is negative, until all have committed. All
+    arguments but `options` are traced: one program serves every part of every block.
     """
-    cache = _pooled(rows)
-    sparse = first & ~rows.done & (select.budget_of(_plan(options), rows.length) < rows.length)
-    cache = dataclasses.replace(cache, committed=cache.committed & ~first, drafted=cache.drafted & ~first)
-    rows = dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
-    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, limit, until_drafted)
-    return placed_rows(rows, options.mesh), _inside(rows)
+    rows = _begun(rows, options, first)
 
+    def wanted(rows: Rows) -> jax.Array:
+        masks = jnp.sum(~rows.known, axis=1)
+        return jnp.any(~rows.done & (rows.step > 0) & (masks > left))
 
-@functools.partial(jax.jit, static_argnames=("steps", "options"), donate_argnames="rows")
-def advance(
-    params: Params,
-    rows: Rows,
-    policy: Policy,
-    sampling: Sampling,
-    stops: jax.Array,
-    *,
-    steps: int,
-    options: LoopOptions,
-) -> tuple[Rows, jax.Array]:
-    """`steps` further denoising steps of a block that has begun, for a device that must not wait for its host.
-
-    As `denoise` with that limit, and the same results. But a loop that may end early is driven by the host, step by
-    step: it waits for each step before it launches the next. This one has no such loop: the call returns once all is
-    launched, and several of them can be queued. Steps after the last row has committed are carried out on nothing, and
-    not counted.
-    """
-    model = bind(options.config, params)
-
-    def one(_: Any, rows: Rows) -> Rows:
-        going = _inside(rows)
-        after = _one_step(model, rows, policy, sampling, stops, options, waiting=rows.step == 0)
-        counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
-        return dataclasses.replace(after, batch_forwards=counted)
-
-    # A number of steps that XLA knows: the host need not see the end of any of them.
-    rows = one(0, rows) if steps == 1 else jax.lax.fori_loop(0, steps, one, rows)
-    return placed_rows(rows, options.mesh), _inside(rows)
+    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, wanted)
+    return placed_rows(rows, options.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
-def draft(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
-    """The queries that select for every row's next block, `[Ls, B, K, R, D]`, and i32[B], the prefix they select from.
+def advance(
+    params: Params, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, *, options: LoopOptions
+) -> Rows:
+    """One further denoising step of a block that has begun, in a program without a loop.
 
-    One forward of [this block, each mask filled by its prediction | a block of masks] over the current pool, each row
-    as it was at its own moment (`PooledKV.draft`). What it writes behind the pool's entries, the next step overwrites.
+    The call returns once all is launched, before the step is over, so that what follows can be set up meanwhile. After
+    the last row has committed it is carried out on nothing, and not counted.
     """
+    going = _inside(rows)
+    after = _one_step(bind(options.config, params), rows, policy, sampling, stops, options, waiting=rows.step == 0)
+    counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
+    return placed_rows(dataclasses.replace(after, batch_forwards=counted), options.mesh)
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+def draft(
+    params: Params, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, *, options: LoopOptions
+) -> tuple[Rows, jax.Array, jax.Array]:
+    """A block's steps until every row is drafted, and the draft.
+
+    That is one forward of [this block, each mask filled by its prediction | a block of masks] over the current pool,
+    each row as it was at its own moment (`PooledKV.draft`). What it writes behind the pool's entries, the next step
+    overwrites.
+
+    Returns:
+      The rows, the queries that select for their next blocks, `[Ls, B, K, R, D]`, and i32[B], the prefix they select
+      from.
+    """
+    model, yes = bind(options.config, params), jnp.ones((), bool)
+
+    def undrafted(rows: Rows) -> jax.Array:
+        return ~jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
+
+    rows = _run(model, _begun(rows, options, yes), policy, sampling, stops, options, yes, undrafted)
     plan, contract = _plan(options), options.config.diffusion
     cache = _pooled(rows)
     batch, block = rows.canvas.shape
@@ -205,7 +205,7 @@ def draft(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, ja
     asked = 1 if plan.query == "mean" else len(draft_positions(plan, contract))
     shape = (layers, batch, heads, asked * options.config.group_size, dim)
     with_queries = dataclasses.replace(cache, queries=jnp.zeros(shape, cache.pool.k.dtype))
-    _, drafted = bind(options.config, params)(tokens, positions, attend, with_queries)
+    _, drafted = model(tokens, positions, attend, with_queries)
     assert drafted.queries is not None  # the forward fills them
     rows = dataclasses.replace(rows, cache=dataclasses.replace(drafted, queries=None))
     return placed_rows(rows, options.mesh), drafted.queries, start
@@ -286,8 +286,11 @@ def finish(
     fetch = _on_second_stream(fetch) if apart else fetch
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     model = bind(options.config, params)
-    no = jnp.zeros((), bool)
-    rows = _run(model, rows, policy, sampling, stops, options, no, jnp.int32(_NEVER), no, but_last=leaves_last(policy))
+
+    def wanted(rows: Rows) -> jax.Array:
+        return ~_one_is_left(rows) if leaves_last(policy) else jnp.ones((), bool)
+
+    rows = _run(model, rows, policy, sampling, stops, options, jnp.zeros((), bool), wanted)
     return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
 
 

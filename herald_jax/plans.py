@@ -172,8 +172,6 @@ class Herald:
       index_bits: 8 or 4, of each number in the index.
       split: share of the layers that "split" scores on the device.
       reuse: copy entries that the current pool holds already on the device instead of fetching them again (ours).
-      segment: denoising steps per program while a selection is awaited; the next pool is filled behind those that are
-        queued when the selection is there.
     """
 
     budget: float | int = 0.05
@@ -190,7 +188,6 @@ class Herald:
     index_bits: int = 8
     split: float = 0.5
     reuse: bool = True
-    segment: int = 1
 
     def __post_init__(self) -> None:
         _check_budget(self)
@@ -205,7 +202,7 @@ class Herald:
                 "reuse": (True, False),
             },
         )
-        for name, least in (("dense_layers", 0), ("page_size", 1), ("segment", 1)):
+        for name, least in (("dense_layers", 0), ("page_size", 1)):
             _check_integer(self, name, least)
         for name, also in (("draft_at", ' or "auto"'), ("split", "")):
             value = getattr(self, name)
