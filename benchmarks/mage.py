@@ -141,7 +141,10 @@ GOALS = {
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that speak for several cases of the plan as it is by default: the worst of them."""
+    """The rows that speak for several cases of the plan as it is by default: the worst of them.
+
+    Each names that case, and says where it is from if it was kept from an earlier run.
+    """
     found = []
     for id, like, unit, goal, worst in (
         ("sparse_step/all/worst_over_floor", r"sparse_step/[^/]*/[^/]*/[^/]*/over_floor", "x", "<=1.25", max),
@@ -149,9 +152,15 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("break_even_steps/64k", r"break_even_steps/[^/]*/64k/[^/]*", "steps", "<=2", max),
         ("step_speedup_vs_cudnn/128k", r"step_speedup_vs_cudnn/[^/]*/128k/[^/]*", "x", ">=6.3", min),
     ):  # fmt: skip
-        values = [r["value"] for r in rows if re.fullmatch(like, r["id"])]
-        if values:
-            found.append(common.row(id, worst(values), unit, goal=goal))
+        cases = [r for r in rows if re.fullmatch(like, r["id"])]
+        if not cases:
+            continue
+        of = worst(cases, key=lambda r: r["value"])
+        detail = {"case": of["id"], "cases": len(cases)}
+        if older := sorted({(r["commit"], "/".join(r["id"].split("/")[1:4])) for r in cases if "commit" in r}):
+            detail["of_other_commits"] = [f"{case} ({commit})" for commit, case in older]
+        origin = {key: of[key] for key in ("commit", "date", "command") if key in of}
+        found.append(common.row(id, of["value"], unit, goal=goal, detail=detail) | origin)
     return found
 
 
