@@ -7,12 +7,14 @@ blocks.
 
 What is exposed of a block is its time less that of its own steps and draft, each timed alone.
 
-The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote.
+The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote. A case that the host
+may have no room for is left out: the others are measured, and the run ends with a sentence and status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import time
@@ -85,15 +87,56 @@ def host_slots(config: ModelConfig, longest: int) -> int:
     return -(-(longest + 32 * config.diffusion.block_length) // 128) * 128
 
 
+def cache_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """Host memory of a case's cache."""
+    return rows * host_slots(config, context) * config.kv_bytes_per_token
+
+
 def reserve_host_memory(options: argparse.Namespace) -> None:
-    """Let JAX page-lock what the largest case needs and not much more. Has to come before JAX's first use."""
-    needed = [0.0]
+    """Let JAX page-lock what the largest case needs and not much more. Has to come before JAX's first use.
+
+    Not a default: `import herald_jax` has set the variable already, to all memory that the machine has.
+    """
+    needed = [0]
     for name in options.shapes.split(","):
         config, longest = SHAPES[name], max(map(int, options.contexts.split(",")))
         for rows, thousands in ((1, longest), (options.rows, int(options.throughput)), (1, options.over_cap)):
             if thousands:
-                needed.append(rows * host_slots(config, 1024 * thousands) * config.kv_bytes_per_token)
-    os.environ.setdefault(host_kv.LIMIT_VARIABLE, str(int(1.1 * max(needed) / 1e9) + 2))
+                needed.append(cache_bytes(config, rows, 1024 * thousands))
+    os.environ[host_kv.LIMIT_VARIABLE] = str(int(1.1 * max(needed) / 1e9) + 2)
+
+
+class HostRoom:
+    """Whether the host can hold the next case, with how JAX page-locks memory in mind.
+
+    Its allocator takes regions that double, so up to twice the need, but no more than the limit it is set (which it
+    counts in units of 2^30 bytes). It never gives one back, and uses again those of arrays that are gone.
+
+    Attributes:
+      refused: a sentence for each case that there was no room for.
+    """
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self._held = 0  # at least so many bytes are in regions of earlier cases
+
+    def has(self, config: ModelConfig, rows: int, context: int) -> bool:
+        """Whether there is room for a case; says so if not."""
+        gc.collect()  # a pipeline's threads refer to it: the last case is gone only now
+        needed = cache_bytes(config, rows, context)
+        limit = int(os.environ.get(host_kv.LIMIT_VARIABLE, "64")) * 2**30
+        most = max(min(2 * needed + 2**30, limit) - self._held, 0)
+        there = host_kv.available()
+        if there is None or most <= there:
+            self._held = max(self._held, needed)
+            return True
+        self.refused.append(
+            f"{rows} x {context} tokens need {needed / 1e9:.1f} GB of host memory, for which JAX may page-lock another "
+            f"{most / 1e9:.1f} GB, but {there / 1e9:.1f} GB are available; run this part alone (--contexts 0 or "
+            "--throughput 0 leaves out the other one), with fewer --rows, or on a machine with more memory"
+        )
+        common.stage(self.refused[-1])
+        return False
 
 
 class Case:
@@ -207,6 +250,7 @@ def index_bits_that_fit(config: ModelConfig, budget: float, rows: int, context: 
 def main(options: argparse.Namespace) -> None:
     cap, blocks = options.cap * 1e9, options.blocks
     out: list[dict[str, Any]] = []
+    room = HostRoom()
 
     def add(id: str, value: float, unit: str = "x", **detail: Any) -> None:
         out.append(common.row(id, value, unit, goal=GOALS.get(id), detail=detail or None))
@@ -220,11 +264,13 @@ def main(options: argparse.Namespace) -> None:
         params = init_params(config, jax.random.key(0))
         common.stage(f"{name}: weights made")
         contexts = [1024 * int(c) for c in options.contexts.split(",") if int(c)]
-        if contexts:
+        if contexts and room.has(config, 1, max(contexts)):
             _latency(name, config, params, contexts, budgets, blocks, add)
-        if context := 1024 * int(options.throughput):
+        context = 1024 * int(options.throughput)
+        if context and room.has(config, options.rows, context):
             _throughput(name, config, params, context, options.rows, budgets[0], cap, blocks, add)
-        if name == GOAL_SHAPE and (context := 1024 * options.over_cap):
+        context = 1024 * options.over_cap
+        if name == GOAL_SHAPE and context and room.has(config, 1, context):
             case = Case(config, params, 1, context)
             common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
             got = case.measure(plan_of(budgets[0]), context, 32, 1)
@@ -237,6 +283,8 @@ def main(options: argparse.Namespace) -> None:
             del case
         del params
     common.print_rows(out)
+    if room.refused:
+        raise SystemExit("error: left out: " + "; ".join(room.refused))
 
 
 def plan_of(budget: float, selector: Literal["cpu", "index"] = "cpu", bits: int = 8) -> Herald:

@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 
+import pytest
+
 from benchmarks import common, herald, herald_mesh
 from benchmarks.shapes import SHAPES
 from tests.herald_jax import tiny
@@ -46,6 +48,40 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     assert rows["context_over_cap/tokens"]["value"] == 2048
     assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
     assert common.row("latency/longest/speedup", 1.6, "x", goal=herald.GOALS["latency/longest/speedup"])["met"]
+
+
+def test_a_case_that_the_host_may_not_hold_is_left_out(tmp_path, monkeypatch) -> None:
+    """Regions of page-locked memory double, up to the limit; what an earlier case has left can be used again."""
+    config = SHAPES["sdar8b"]
+    needed = herald.cache_bytes(config, 8, 64 * 1024)
+    assert 77e9 < needed < 80e9
+    monkeypatch.setenv(herald.host_kv.LIMIT_VARIABLE, "88")
+    monkeypatch.setattr(herald.host_kv, "available", lambda: 88 * 2**30)
+    room = herald.HostRoom()
+    assert room.has(config, 8, 64 * 1024)
+    assert not room.refused
+    monkeypatch.setattr(herald.host_kv, "available", lambda: 90 * 10**9)
+    assert not herald.HostRoom().has(config, 8, 64 * 1024)
+    after_another = herald.HostRoom()
+    assert after_another.has(config, 1, 64 * 1024)
+    assert after_another.has(config, 8, 64 * 1024)
+
+    monkeypatch.setitem(SHAPES, "tiny", tiny.FORMS["sdar"])
+    monkeypatch.setattr(herald.host_kv, "available", lambda: 10**6)
+    options = argparse.Namespace(
+        shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", cap=1.5, over_cap=0, blocks=1, out=tmp_path
+    )
+    with pytest.raises(SystemExit, match=r"error: left out: 2 x 1024 tokens need .* GB of host memory, .* run this"):
+        herald.main(options)
+
+
+def test_the_limit_on_page_locked_memory_is_the_benchmarks_own(monkeypatch) -> None:
+    """`import herald_jax` has set another one before, so a default would do nothing."""
+    monkeypatch.setenv(herald.host_kv.LIMIT_VARIABLE, "137")
+    herald.reserve_host_memory(
+        argparse.Namespace(shapes="sdar8b", contexts="16,128", throughput="64", rows=8, over_cap=0)
+    )
+    assert herald.os.environ[herald.host_kv.LIMIT_VARIABLE] == "88"
 
 
 def test_the_mesh_row_compares_two_devices_with_one(tmp_path, monkeypatch) -> None:

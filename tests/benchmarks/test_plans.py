@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -18,24 +20,53 @@ from tests.herald_jax import tiny
 pytestmark = pytest.mark.once
 
 
+class StepClock:
+    """`time` for a module: stands still but while `call` runs, which takes `cost(forwards)` seconds."""
+
+    def __init__(self, cost: Callable[[int], float]):
+        self.now, self._cost = 0.0, cost
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which returns Rows, and this clock set forward by what their forwards cost."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            rows = call(*args, **options)
+            self.now += self._cost(int(rows.batch_forwards))
+            return rows
+
+        return timed
+
+
 @pytest.mark.parametrize("form", ["sdar", "fast_dllm"])
 @pytest.mark.parametrize("plan", [Dense(), Mage(8, min_budget=0, dense_layers=1)], ids=["dense", "mage"])
-def test_blocks_are_timed(form: str, plan: Dense | Mage) -> None:
+def test_blocks_are_timed(form: str, plan: Dense | Mage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock by which a call costs 100 s and a forward 2: both are found, at any load of the machine."""
     config = dataclasses.replace(tiny.FORMS[form], max_position_embeddings=512)
     params = init_params(config, jax.random.key(0))
-    taken = block_times.measure(config, params, 2, 64, plan, block_times.compile_ahead(config, 2, 64, plan))
-    assert taken.block(32) == pytest.approx(taken.first + 32 * taken.later)
-    assert taken.first + taken.later > 0  # one-step blocks took time; their parts may drown in noise here
+    clock = StepClock(lambda forwards: 100.0 + 2.0 * forwards)
+    monkeypatch.setattr(block_times, "time", clock)
+    compiled = clock.around(block_times.compile_ahead(config, 2, 64, plan))
+    taken = block_times.measure(config, params, 2, 64, plan, compiled)
+    assert dataclasses.astuple(taken) == pytest.approx((2.0, 2.0, 100.0))
+    assert taken.block(32) == pytest.approx(66.0)
 
 
-def test_one_dense_program_serves_all_contexts() -> None:
+def test_one_dense_program_serves_all_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(tiny.FORMS["sdar"], max_position_embeddings=512, num_layers=1)
     params = init_params(config, jax.random.key(0))
-    before = block_times.run_blocks._cache_size()
+    run_blocks = block_times.run_blocks
+    before = run_blocks._cache_size()
+    clock = StepClock(lambda forwards: 3.0 * forwards)
+    monkeypatch.setattr(block_times, "time", clock)
+    monkeypatch.setattr(block_times, "run_blocks", clock.around(run_blocks))
     taken = block_times.measure_contexts(config, params, 1, [32, 96], Dense())
-    assert list(taken) == [32, 96]
-    assert all(time.first + time.later > 0 for time in taken.values())
-    assert block_times.run_blocks._cache_size() == before + 1
+    assert {context: dataclasses.astuple(time) for context, time in taken.items()} == {
+        context: pytest.approx((3.0, 3.0, 0.0)) for context in (32, 96)
+    }
+    assert run_blocks._cache_size() == before + 1
 
 
 def test_memory_of_a_case() -> None:
