@@ -433,8 +433,12 @@ def ablation_rows(table: Table, found: dict[str, Plan], length: int) -> list[dic
 def run_finetuned(
     options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
 ) -> list[dict[str, Any]]:
-    """How much of the gap between MAGE at 2 % and dense, both before, the tuned model closes at 2 %."""
-    sparse = mage(0.02)
+    """How much of the gap between MAGE at 2 % and dense, both before, the tuned model closes at 2 %.
+
+    Entries are chosen one by one, as in the paper: the pages that are the default leave this model no gap to close.
+    Where there is none, no row is made.
+    """
+    sparse = mage(0.02, page_size=1)
     pair: list[Plan] = [Dense(), sparse]
     # Half of the time for each model; the second compiles nothing, and answers as many samples.
     half = None if until is None else (time.monotonic() + until) / 2
@@ -456,8 +460,10 @@ def run_finetuned(
                 "mage": table.mean(sparse, length),
                 "by_task": {task: 100 * table.score(sparse, f"{task}/{length}")["score"] for task in TASKS},
             }
-    closed = 1 - left / gap if gap > 0 else 1.0
-    rows = [common.row("finetune/2/gap_closed", closed, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)]
+    if gap <= 0:
+        print(f"MAGE at 2 % loses nothing before fine-tuning ({-gap:.2f} points above dense): no share of a gap")
+        return []
+    rows = [common.row("finetune/2/gap_closed", 1 - left / gap, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)]
     return write(options, "accuracy", rows)
 
 

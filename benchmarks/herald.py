@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are those of 0.05")
     parser.add_argument("--cap", type=float, default=40, help="device memory in GB (default %(default)s)")
     parser.add_argument("--over-cap", type=int, default=0, help="a context beyond the cap, likewise, such as 256")
-    parser.add_argument("--blocks", type=int, default=3, help="timed blocks of each case (default %(default)s)")
+    parser.add_argument("--blocks", type=int, default=8, help="timed blocks of each case (default %(default)s)")
     common.merge_option(parser)
     common.output_option(parser)
     return parser.parse_args()
@@ -184,14 +184,17 @@ class Case:
         policy = StaticLowConfidence(min(steps, self.config.diffusion.block_length))
         with pipeline:
             how = (policy, _GREEDY, _NO_STOPS)
+            at = []  # when the host was done with each block: it waits for a scan in each, so that a stall shows
             for i in range(blocks + 2):
                 if i == 2:
                     before = pipeline.settle()
                     jax.block_until_ready(rows.length)
-                    began = time.perf_counter()
+                    at.append(time.perf_counter())
                 rows = pipeline.block(rows, *how, last=False)
+                if i >= 2:
+                    at.append(time.perf_counter())
             jax.block_until_ready(rows.length)
-            block = (time.perf_counter() - began) / blocks
+            block = (time.perf_counter() - at[0]) / blocks
             stats = pipeline.settle()
             self.host = pipeline._host  # appended to in place: the arrays that were put in are gone
             alone, how = [], pipeline._on_device(*how)
@@ -205,6 +208,7 @@ class Case:
         scan = (stats.scan_seconds - before.scan_seconds) / blocks
         return {
             "block": block,
+            "each": np.diff(at).tolist(),
             "own": own,
             "exposed": max(block - own, 0.0) / block,
             "scan": scan,
@@ -315,6 +319,7 @@ def _latency(
                 f"latency_case/{name}/{context // 1024}k/b1/{budget:g}/speedup", base / got["block"],
                 block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3, steps_and_draft_ms=got["own"] * 1e3,
                 exposed=got["exposed"], scan_ms=got["scan"] * 1e3, scan_gbs=got["scan_rate"] / 1e9,
+                each_ms=[1e3 * x for x in got["each"]],
                 drafted_after=drafted_after(config, plan, 1, context, 32), fetched_bytes=got["fetched"],
                 reused_bytes=got["reused"],
             )  # fmt: skip
@@ -362,6 +367,7 @@ def _throughput(
                 f"throughput_case/{name}/{context // 1024}k/steps{steps}/{budget:g}/{plan.selector}", gain, rows=rows,
                 dense_rows=alone, block_ms=got["block"] * 1e3, dense_block_ms=base * 1e3,
                 steps_and_draft_ms=got["own"] * 1e3, exposed=got["exposed"], scan_ms=got["scan"] * 1e3,
+                each_ms=[1e3 * x for x in got["each"]],
                 scan_gbs=got["scan_rate"] / 1e9, drafted_after=drafted_after(config, plan, rows, context, steps),
                 fetched_bytes=got["fetched"], host_bytes=stats.host_bytes, pool_bytes=stats.pool_bytes,
                 index_bytes=stats.index_bytes, index_bits=plan.index_bits if plan.selector == "index" else None,
