@@ -55,8 +55,12 @@ def test_decode(case: cases.Case, oracle_model: Callable[..., herald_jax.Model])
     rows = DECODES["cases"][case.name]["rows"]
     model = oracle_model(case.model, case.block_length, case.small_block_length)
     result = herald_jax.generate(model, [row["prompt"] for row in rows], request(case))
-    wrong = [len(row["prompt"]) for row, got in zip(rows, result.tokens, strict=True) if got != row["tokens"]]
-    assert not wrong, f"other tokens than the published sampler's for prompts of length {wrong}"
+    wrong = {
+        len(row["prompt"]): {"got": got, "wanted": row["tokens"]}
+        for row, got in zip(rows, result.tokens, strict=True)
+        if got != row["tokens"]
+    }
+    assert not wrong, f"other tokens than the published sampler's, by the prompt's length: {wrong}"
     assert result.stats.denoise_steps == sum(row["passes"] for row in rows)
     assert result.errors == {}
 
