@@ -6,6 +6,7 @@ plan at a time whatever its threads. Every part keeps a journal of its own, so w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -13,38 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy_rows import Table
 from herald_jax import eval_report, evaluate
 from herald_jax.eval_report import describe
 from herald_jax.plans import Plan
 
 _MEMORY = 0.9  # of the device, shared out among the parts
 _GRACE = 10  # seconds from the request to end to the end
-
-
-class Table:
-    """The results by (plan, set) and (plan, group)."""
-
-    def __init__(self, summary: dict[str, Any]):
-        self.rows = {(row["plan"], row["set"]): row for row in summary["rows"]}
-        self.means = {(row["plan"], row["group"]): row for row in summary["means"]}
-
-    def mean(self, plan: Plan, length: int) -> float:
-        return 100 * self.means[describe(plan), str(length)]["score"]
-
-    def drop(self, plan: Plan, length: int) -> dict[str, float]:
-        """Points of the task mean below dense, with the paired interval, and how many steps a block took."""
-        mean = self.means[describe(plan), str(length)]
-        sets = [row for (label, _), row in self.rows.items() if label == mean["plan"] and row["group"] == str(length)]
-        steps = sum(row["steps_per_block"] for row in sets) / len(sets)
-        return {
-            "drop": 100 * mean["drop"],
-            "low": 100 * mean["drop_low"],
-            "high": 100 * mean["drop_high"],
-            "steps_per_block": steps,
-        }
-
-    def score(self, plan: Plan, name: str) -> dict[str, Any]:
-        return self.rows[describe(plan), name]
 
 
 def run(command: Sequence[str], processes: int, until: float | None) -> list[int]:
@@ -55,10 +31,9 @@ def run(command: Sequence[str], processes: int, until: float | None) -> list[int
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_MEMORY / processes:.3f}"}
     parts = [subprocess.Popen([*command, "--part", str(part)], env=os.environ | share) for part in range(processes)]
     try:
-        for part in parts:
-            part.wait(None if until is None else max(until - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for part in parts:
+                part.wait(None if until is None else max(until - time.monotonic(), 0.0))
     finally:
         for part in parts:
             part.terminate()

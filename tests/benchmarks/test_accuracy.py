@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, accuracy_parts, accuracy_tables
+from benchmarks import accuracy_parts, accuracy_rows, accuracy_tables
 from herald_jax.eval_report import describe
 from herald_jax.evaluate import Journal
 from herald_jax.plans import Dense, Mage
@@ -21,10 +21,10 @@ from herald_jax.tasks import TASKS
 def summary(score: Any) -> dict[str, Any]:
     """Every plan at every length; `score(plan, task, length)`."""
     rows, means = [], []
-    for plan in accuracy.plans(herald=True):
+    for plan in accuracy_rows.plans(herald=True):
         for length in (4096, 8192):
             found = {task: score(plan, task, length) for task in TASKS}
-            dense = {task: score(accuracy.Dense(), task, length) for task in TASKS}
+            dense = {task: score(Dense(), task, length) for task in TASKS}
             mean = {"plan": describe(plan), "group": str(length), "score": sum(found.values()) / 7}
             mean |= {"low": 0.0, "high": 1.0, "drop": sum(dense.values()) / 7 - sum(found.values()) / 7}
             means.append(mean | {"drop_low": -0.01, "drop_high": 0.09})
@@ -39,15 +39,15 @@ def summary(score: Any) -> dict[str, Any]:
 
 def test_rows() -> None:
     def score(plan: Any, task: str, length: int) -> float:
-        if isinstance(plan, accuracy.Dense):
+        if isinstance(plan, Dense):
             return 0.96 if length == 4096 else 0.9
         ours = isinstance(plan, Mage) and plan.selector == "mage"
         value = 0.9 + plan.budget / 2 if length == 4096 else 0.8
         value -= 0.0 if ours else 0.1
         return value - (0.07 if task == "common_words" else 0.0)
 
-    chosen = accuracy.plans(herald=True)
-    made = accuracy.accuracy_rows(accuracy.Table(summary(score)), chosen, [4096, 8192])
+    chosen = accuracy_rows.plans(herald=True)
+    made = accuracy_rows.accuracy_rows(accuracy_rows.Table(summary(score)), chosen, [4096, 8192])
     rows = {row["id"]: row for row in made}
     assert len(rows) == len(made)
     assert rows["dense/4k/mean"]["value"] == pytest.approx(96)
@@ -61,8 +61,8 @@ def test_rows() -> None:
     assert rows["mage/worst_margin_over_baselines"]["value"] == pytest.approx(10)
     assert rows["mage/5/aggregation/drop"]["value"] == pytest.approx(100 * (0.9 - 0.73))
     assert rows["mage/5/recall"]["value"] == pytest.approx(0.9)
-    assert set(accuracy.GOALS) - set(rows) == {"finetune/2/gap_closed", "mage/5/steps_ratio"}
-    ratio, *drops = accuracy.threshold_rows(accuracy.Table(summary(score)), [4096, 8192])
+    assert set(accuracy_rows.GOALS) - set(rows) == {"finetune/2/gap_closed", "mage/5/steps_ratio"}
+    ratio, *drops = accuracy_rows.threshold_rows(accuracy_rows.Table(summary(score)), [4096, 8192])
     assert ratio["value"] == pytest.approx(1.5)
     assert not ratio["met"]
     assert [row["value"] for row in drops] == pytest.approx([rows[f"mage/5/{n}k/drop"]["value"] for n in (4, 8)])
@@ -70,7 +70,7 @@ def test_rows() -> None:
 
 
 def test_ablation_changes_one_thing_at_a_time() -> None:
-    found = accuracy.ablations(herald=True)
+    found = accuracy_rows.ablations(herald=True)
     labels = [describe(plan) for plan in found.values()]
     assert len(set(labels)) == len(labels)
     assert next(iter(found)) == "default"
@@ -98,7 +98,7 @@ def test_parts_are_ended_in_time_and_their_journals_become_one_table(tmp_path: P
     ended = accuracy_parts.run([sys.executable, "-c", script], 2, time.monotonic() + 2)
     assert ended == [3, -signal.SIGTERM]
 
-    plans, names = [Dense(), accuracy.mage(0.05), accuracy.mage(0.1)], {"a/8": "8", "b/8": "8"}
+    plans, names = [Dense(), accuracy_rows.mage(0.05), accuracy_rows.mage(0.1)], {"a/8": "8", "b/8": "8"}
     counts = dict.fromkeys(("denoise_steps", "blocks", "sparse_blocks", "recall_sum", "mass_sum", "measured"), 1)
     settings = {"checkpoint": "x", "batch_size": 2}
     for part, mine in enumerate((plans[::2], plans[1:2])):
