@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, mage
+from benchmarks.block_times import GREEDY, NO_STOPS
 from benchmarks.shapes import SHAPES, weight_bytes
 from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, draft_moment, host_kv, select
 from herald_jax import device_index as index_of
 from herald_jax.block_loop import LoopOptions, Rows, first_canvas
 from herald_jax.cache import DeviceKV
-from herald_jax.denoise import Sampling
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
@@ -70,7 +70,6 @@ def _options() -> argparse.Namespace:
 
 
 GOAL_SHAPE, GOAL_BUDGET = "sdar8b", 0.05
-_GREEDY, _NO_STOPS = Sampling.of(0.0, 0, 1.0), np.array([-1], np.int32)
 GOALS = {
     "latency/longest/speedup": ">=1.59",
     "latency/all/worst_speedup": ">=0.95",
@@ -174,7 +173,7 @@ class Case:
         tokens = np.ones((batch, self.capacity), np.int32)
         rows = first_canvas(
             self.params, cache, nothing, tokens, full, full, full + 2**20, np.zeros((batch,), bool),
-            jax.random.split(jax.random.key(0), batch), _NO_STOPS, _GREEDY, options=LoopOptions(config, plan=plan),
+            jax.random.split(jax.random.key(0), batch), NO_STOPS, GREEDY, options=LoopOptions(config, plan=plan),
         )  # fmt: skip
         return pipeline, rows
 
@@ -183,7 +182,7 @@ class Case:
         pipeline, rows = self.start(plan, context)
         policy = StaticLowConfidence(min(steps, self.config.diffusion.block_length))
         with pipeline:
-            how = (policy, _GREEDY, _NO_STOPS)
+            how = (policy, GREEDY, NO_STOPS)
             at = []  # when the host was done with each block: it waits for a scan in each, so that a stall shows
             for i in range(blocks + 2):
                 if i == 2:

@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, herald
-from benchmarks.block_times import abstract_params, compile_ahead, measure, random_cache
+from benchmarks.block_times import GREEDY, abstract_params, compile_ahead, measure, random_cache
 from benchmarks.mage import bytes_needed
 from benchmarks.shapes import SHAPES, step_weight_bytes
 from benchmarks.turns import Turns, run_side_by_side
 from herald_jax import Dense, Herald, Mage, ModelConfig, moe
 from herald_jax.cache import DenseAttend, DeviceKV
-from herald_jax.denoise import Sampling, predict
+from herald_jax.denoise import predict
 from herald_jax.generate import capacity_for
 from herald_jax.model import Params, bind, init_params
 from pallas_kernels.grouped import grouped_mlp
@@ -44,7 +44,6 @@ GOALS = {
     "mage/llada2_mini/64k/step_speedup": ">=1.5",
     "herald/llada2_mini/64k/throughput": ">=2",
 }
-_GREEDY = Sampling.of(0.0, 0, 1.0)
 
 
 def parameters(config: ModelConfig) -> Params:
@@ -69,7 +68,7 @@ def _steps(
         drawn = jax.random.randint(jax.random.fold_in(key, index), (batch, block), 0, config.vocab_size)
         tokens = jnp.where(jnp.arange(block)[None, :] % 8 == 0, last, drawn)  # a step waits for the one before
         hidden, cache = model(tokens, positions, DenseAttend(length, (length + block)[:, None]), cache)
-        return cache, predict(hidden, model.head_kernel(), _GREEDY, implementation=None).token
+        return cache, predict(hidden, model.head_kernel(), GREEDY, implementation=None).token
 
     return jax.lax.fori_loop(0, steps, body, (cache, jnp.zeros((batch, block), jnp.int32)))
 

@@ -19,9 +19,8 @@ from herald_jax.denoise import Policy, Sequential, StaticLowConfidence
 from herald_jax.model import param_specs
 from herald_jax.plans import Herald
 
-_LATEST = (
-    0.5  # share of the block that is revealed at the latest draft that "auto" makes, and at all if nothing is known
-)
+# Share of the block that is revealed at the latest draft that "auto" makes, and always if nothing is known.
+_LATEST = 0.5
 _SCAN_RATE = 50e9  # bytes of keys a second, 16 cores of the host
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200

@@ -250,29 +250,24 @@ class Scanner:
         NumPy arrays go in as they are, because `device_put` would hold Python's lock for longer than the whole call.
         JAX reads them in place where they begin at a multiple of 64 bytes, as heads of 32 dimensions and more do.
         """
+        hand.room.acquire()  # until `_send` has what comes of it
         k = k.view(np.uint32) if _streamed(q, k) else k[:, :reach]
-        hand.room.acquire()
-        try:
-            with jax.default_device(self._cpu):
-                return scan(q, k, reach=reach)
-        except BaseException:
-            hand.room.release()
-            raise
+        with jax.default_device(self._cpu):
+            return scan(q, k, reach=reach)
 
     def _send(self, stage: _Stage, parts: list[_Part]) -> jax.Array:
         """Wait for all `parts` of a layer, put each into its place in staging memory, and send that to the device."""
         errors: list[BaseException] = []
         for hand, part, out in parts:
             failed = part.exception()  # waits
+            if failed is None:
+                try:
+                    out[:] = part.result()
+                except jax.errors.JaxRuntimeError as error:
+                    failed = error
+            hand.room.release()
             if failed is not None:
                 errors.append(failed)
-                continue
-            try:
-                out[:] = part.result()
-            except jax.errors.JaxRuntimeError as error:
-                errors.append(error)
-            finally:
-                hand.room.release()
         if errors:
             raise errors[0]
         return jax.device_put(stage.array, stage.target, may_alias=False)

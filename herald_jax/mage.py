@@ -79,7 +79,7 @@ class MageKV:
         measured = jnp.zeros((batch, 3), jnp.float32) if plan.measure else None
         counts = jnp.zeros((layers, batch), jnp.int32)
         indices = jnp.full((layers, batch, heads, capacity), -1, jnp.int32)
-        rest = Rest.empty(config, batch) if plan.keeps_rest else None
+        rest = Rest.empty(config, batch) if plan.rest == "keep" else None
         return cls(full, pool, counts, indices, scores, votes, need, quality, measured, rest)
 
     @property

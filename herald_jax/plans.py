@@ -90,14 +90,7 @@ class Mage:
             "rest": ("drop", "keep"),
         }
         _check_choices(self, choices)
-        for name, least in (
-            ("dense_layers", 0),
-            ("min_budget", 0),
-            ("sinks", 0),
-            ("recent", 0),
-            ("select_at_step", 1),
-            ("select_every", 1),
-        ):
+        for name, least in (("dense_layers", 0), ("select_at_step", 1), ("select_every", 1)):
             _check_integer(self, name, least)
         if self.page_size is not None:
             _check_integer(self, "page_size", 1)
@@ -133,11 +126,6 @@ class Mage:
         if self.page_size is not None:
             return self.page_size
         return {"mage": 8 if self.allocate == "uniform" else 1, "quest": 16}.get(self.selector, 1)
-
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether `rest` is "keep"."""
-        return self.rest == "keep"
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for (before any layer-adaptive split)."""

@@ -173,7 +173,7 @@ def decode(
                         before = _choose(plan, np.asarray(cache[layer][2]), asking, start)
                     for head, entries in enumerate(before):
                         visible[layer, head] = np.isin(np.arange(WIDTH), sorted(entries))
-                    if plan.keeps_rest:
+                    if plan.rest == "keep":
                         of_layer = _rest(np.asarray(cache[layer][2]), kept[layer][1], visible[layer], start)
                         rest_out[layer], rest_lse[layer] = of_layer
                 selected, asked = visible, ids
