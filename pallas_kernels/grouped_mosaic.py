@@ -9,6 +9,7 @@ each weight is read once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,6 +26,7 @@ ROWS = 64  # of one expert per program: the rows of a wgmma
 ALIGN = 8  # rows per swizzled atom: where an expert's rows may start
 DEPTH = 64  # entries of the contracted axis per step: one swizzled row of 16-bit numbers
 COLUMNS = 128  # columns per compute warpgroup: 64 registers of accumulators per thread
+COPIED = (8, 16, 24, 32, 64)  # rows that an item's copies may have: the fewest that hold its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +139,10 @@ def matmul(
                         x_ref.at[pl.ds(begin, size), entries], x_smem.at[slot, pl.ds(0, size)], ready.at[slot]
                     )
 
-                # Few rows are the rule while denoising. What lies below them in the tile is multiplied and dropped.
-                pl.when(count <= ALIGN)(lambda: load_rows(ALIGN))
-                pl.when(count > ALIGN)(lambda: load_rows(ROWS))
+                # Few rows are the rule while denoising, and every program of an item fetches them, as the weights, from
+                # the L2. What lies below them in the tile is multiplied and dropped.
+                for fewer, size in zip((0, *COPIED), COPIED, strict=False):
+                    pl.when((count > fewer) & (count <= size))(functools.partial(load_rows, size))
                 for group in range(c):
                     for half in range(halves):
                         plgpu.copy_gmem_to_smem(
