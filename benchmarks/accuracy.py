@@ -11,16 +11,18 @@ threshold policy, and MAGE's first step is exact: its later steps, which are wha
 What MAGE does under the threshold has rows of its own (`mage/5/steps_ratio`, `threshold_drop`).
 
 Samples are answered in rounds: one batch of every task and length under every plan. With `--minutes` no round begins
-that would not end in time; the table always rests on the same samples for all plans. The results file is written after
-every round, and with `--work` an interrupted run goes on where it stopped. For a small model
-compiling is most of the time: caches have one size for all lengths, so that each plan is one program, and the plans of
-a batch run side by side, in threads (`--workers`, from one prefill) and in processes (`--processes`).
+that would not end in time. The results file is written after every round, and with `--work` an interrupted run goes on
+where it stopped. For a small model compiling is most of the time: caches have one size for all lengths, so that each
+plan is one program, and the plans of a batch run side by side, in threads (`--workers`, from one prefill) and in
+processes (`--processes`). With processes each plan rests on as many samples as it has answered in time, the baselines
+that are far behind on one round; differences are always of the same samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import tempfile
 import time
@@ -34,14 +36,17 @@ import jax
 import herald_jax
 from benchmarks import accuracy_parts, common
 from benchmarks.accuracy_rows import (
-    GOALS,
+    CERTAIN,
     Table,
     ablation_rows,
     ablations,
     accuracy_rows,
+    finetuned_plans,
+    finetuned_rows,
     mage,
     name_of,
     plans,
+    shares,
     threshold_rows,
 )
 from herald_jax import eval_report, evaluate
@@ -65,7 +70,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=2, help="of each task and length, MAGE at 5 %% (default 2)")
     parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 2)")
     parser.add_argument(
-        "--processes", type=int, default=1, help="that share the plans; also for --ablation (default 1)"
+        "--processes", type=int, default=1, help="that share the plans; with --finetuned, the lengths (default 1)"
     )
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of the processes this one is
     parser.add_argument("--herald", action="store_true", help="HERALD's plan too")
@@ -76,8 +81,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
-    if options.processes > 1 and (options.finetuned or options.ar_limit or options.work is None):
-        parser.error("--processes goes with --work, and with --ablation or nothing else")
+    if options.processes > 1 and (options.ar_limit or options.work is None):
+        parser.error("--processes goes with --work, and not with --ar-limit")
     if options.processes > 1 and options.part is None:
         common.print_rows(run_parts(options))
         return
@@ -107,39 +112,47 @@ def main() -> None:
             report(table)
             few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
             certain, _ = run_rounds(
-                few, options.checkpoint, [Dense(), mage(0.05)], lengths, work / "threshold", None, policy=Threshold()
+                few, options.checkpoint, CERTAIN, lengths, work / "threshold", None, policy=Threshold()
             )
             rows = write(options, "accuracy", accuracy_rows(table, chosen, lengths) + threshold_rows(certain, lengths))
     common.print_rows(rows)
 
 
 def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The main table or the ablation, answered in several processes; after `--minutes` by what there is."""
+    """The main table, the ablation or the tuned model's row, in several processes; after `--minutes`, what there is."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     lengths = [int(part) for part in options.lengths.split(",")]
     command = [sys.executable, "-m", "benchmarks.accuracy", *sys.argv[1:]]
     print("parts ended with", accuracy_parts.run(command, options.processes, until), flush=True)
-    settings = settings_of(options, options.checkpoint)
 
-    def gathered(name: str, chosen: Sequence[Plan], lengths: Sequence[int]) -> Table:
+    def gathered(
+        name: str, chosen: Sequence[Plan], lengths: Sequence[int], checkpoint: str = options.checkpoint,
+        most: int | None = None,
+    ) -> tuple[Table, dict[str, int]]:  # fmt: skip
         table, samples = accuracy_parts.gather(
-            options.work / name, options.processes, settings, chosen, names_of(lengths, tuple(TASKS))
-        )
+            options.work / name, options.processes, settings_of(options, checkpoint), chosen,
+            names_of(lengths, tuple(TASKS)), most,
+        )  # fmt: skip
         if not samples:
             raise SystemExit(f"no plan has answered every task of {name} in time; the same command goes on")
-        print(f"{name}: {samples} samples of each task and length", flush=True)
-        return table
+        print(f"{name}: samples of each task and length: {samples}", flush=True)
+        return table, samples
 
     if options.ablation:
         found = ablations(herald=options.herald)
-        return write(
-            options,
-            "accuracy-ablation",
-            ablation_rows(gathered("ablation", [Dense(), *found.values()], lengths[:1]), found, lengths[0]),
-        )
+        table, _ = gathered("ablation", [Dense(), *found.values()], lengths[:1])
+        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths[0]))
+    if options.finetuned:
+        pair = finetuned_plans()
+        _, before = gathered("untuned", pair, lengths)
+        _, after = gathered("tuned", pair, lengths, options.finetuned)
+        most = min(*before.values(), *after.values())
+        untuned = gathered("untuned", pair, lengths, options.checkpoint, most)[0]
+        tuned = gathered("tuned", pair, lengths, options.finetuned, most)[0]
+        return write(options, "accuracy", finetuned_rows(untuned, tuned, lengths))
     chosen = plans(herald=options.herald)
-    table, certain = gathered("accuracy", chosen, lengths), gathered("threshold", [Dense(), mage(0.05)], lengths)
-    missing = [describe(plan) for plan in chosen if all(plan_ != describe(plan) for plan_, _ in table.means)]
+    (table, samples), (certain, _) = gathered("accuracy", chosen, lengths), gathered("threshold", CERTAIN, lengths)
+    missing = [describe(plan) for plan in chosen if describe(plan) not in samples]
     if missing:
         raise SystemExit(f"not answered in time: {', '.join(missing)}; the same command goes on")
     rows = accuracy_rows(table, chosen, lengths) + threshold_rows(certain, lengths)
@@ -149,24 +162,29 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
 def answer_part(options: argparse.Namespace, lengths: list[int], work: Path) -> None:
     """This process's share of the plans, round after round until it is done or ended.
 
-    In the main table the last part has the threshold policy's rows instead, and the replays.
+    In the main table the last part has the threshold policy's rows instead, and the replays. With `--finetuned` the
+    lengths are shared out.
     """
     part, others = options.part, options.processes - (not options.ablation)
-    if options.ablation:
-        chosen = [Dense(), *ablations(herald=options.herald).values()]
-        where, lengths = work / "ablation", lengths[:1]
-    else:
-        chosen, where = plans(herald=options.herald), work / "accuracy"
-    where = accuracy_parts.folder(where, part)
-    if part < others:
-        run_rounds(options, options.checkpoint, chosen[part::others], lengths, where, None)
-        return
     few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
-    certain = accuracy_parts.folder(work / "threshold", part)
-    run_rounds(few, options.checkpoint, [Dense(), mage(0.05)], lengths, certain, None, policy=Threshold())
-    few.samples = options.replays
-    if few.samples:
-        run_rounds(few, options.checkpoint, [Dense()], lengths, where, None, replayed=[mage(0.05)])
+    if options.finetuned:
+        before, after = (accuracy_parts.folder(work / name, part) for name in ("untuned", "tuned"))
+        answer_finetuned(options, lengths[part :: options.processes], before, after, None)
+    elif options.ablation:
+        chosen = [Dense(), *ablations(herald=options.herald).values()][part::others]
+        where = accuracy_parts.folder(work / "ablation", part)
+        run_rounds(options, options.checkpoint, chosen, lengths[:1], where, None)
+    elif part < others:
+        chosen, all_samples = shares(plans(herald=options.herald), others)[part]
+        where = accuracy_parts.folder(work / "accuracy", part)
+        run_rounds(options if all_samples else few, options.checkpoint, chosen, lengths, where, None)
+    else:
+        certain = accuracy_parts.folder(work / "threshold", part)
+        run_rounds(few, options.checkpoint, CERTAIN, lengths, certain, None, policy=Threshold())
+        few.samples = options.replays
+        if few.samples:
+            where = accuracy_parts.folder(work / "accuracy", part)
+            run_rounds(few, options.checkpoint, [Dense()], lengths, where, None, replayed=[mage(0.05)])
 
 
 def settings_of(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
@@ -207,38 +225,36 @@ def run_rounds(
     tokens = evaluate.token_counter(model)
     config = GenerateConfig(max_new_tokens=ANSWER_TOKENS, room=max(lengths), policy=policy)
     size = options.batch_size
-    parts = [(first, length) for first in range(0, options.samples, size) for length in lengths]
+    parts = list(itertools.product(range(0, options.samples, size), lengths, tasks))
 
-    def make(part: tuple[int, int]) -> list[evaluate.EvalSet]:
-        first, length = part
+    def make(first: int, length: int, task: str) -> evaluate.EvalSet:
         count = min(size, options.samples - first)
-        return [
-            evaluate.task_set(model, task, length, count, seed=0, haystack=None, chat=chat, first=first, tokens=tokens)
-            for task in tasks
-        ]
+        return evaluate.task_set(
+            model, task, length, count, seed=0, haystack=None, chat=chat, first=first, tokens=tokens
+        )
 
     journal = evaluate.Journal(work, settings_of(options, checkpoint))
     names = names_of(lengths, tasks)
 
     def table(samples: int) -> Table:
         answers = [a for a in journal.answers if a["index"] < samples]
-        return Table(eval_report.summarise(chosen, names, answers, journal.batches))
+        return Table(eval_report.summarise(chosen, names, answers, journal.batches), answers)
 
     done = 0
     begun = time.monotonic()
     first_sets: list[evaluate.EvalSet] = []
     try:
         with ThreadPoolExecutor(1) as ahead:  # makes the next part's prompts while this one is answered
-            waiting = ahead.submit(make, parts[0])
-            for number, (first, length) in enumerate(parts):
-                sets = waiting.result()
+            waiting = ahead.submit(make, *parts[0])
+            known = len(journal.done)
+            for number, (first, length, task) in enumerate(parts):
+                each = waiting.result()
                 if number + 1 < len(parts):
-                    waiting = ahead.submit(make, parts[number + 1])
-                known = len(journal.done)
-                evaluate.answer(model, chosen, sets, config, journal, batch_size=size, workers=options.workers)
+                    waiting = ahead.submit(make, *parts[number + 1])
+                evaluate.answer(model, chosen, [each], config, journal, batch_size=size, workers=options.workers)
                 if first == 0:
-                    first_sets += sets
-                if length != lengths[-1]:
+                    first_sets.append(each)
+                if (length, task) != (lengths[-1], tasks[-1]):
                     continue
                 done, took = min(first + size, options.samples), time.monotonic() - begun
                 report(table(done))
@@ -246,6 +262,7 @@ def run_rounds(
                 print(f"{done} samples of each task and length; the last round took {took:.0f} s", flush=True)
                 if until is not None and len(journal.done) > known and time.monotonic() + took > until:
                     break
+                known = len(journal.done)
             waiting.cancel()
         if replayed and options.replays:
             evaluate.replay_samples(model, replayed, first_sets, config, journal, options.replays)
@@ -269,38 +286,25 @@ def run_ablation(options: argparse.Namespace, length: int, work: Path, until: fl
 def run_finetuned(
     options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
 ) -> list[dict[str, Any]]:
-    """How much of the gap between MAGE at 2 % and dense, both before, the tuned model closes at 2 %.
+    """How much of the gap between MAGE at 2 % and dense, both before, the tuned model closes at 2 %."""
+    before, after = answer_finetuned(options, lengths, work / "untuned", work / "tuned", until)
+    return write(options, "accuracy", finetuned_rows(before, after, lengths))
 
-    Entries are chosen one by one, as in the paper: the pages that are the default leave this model no gap to close.
-    Where there is none, no row is made.
+
+def answer_finetuned(
+    options: argparse.Namespace, lengths: list[int], before: Path, after: Path, until: float | None
+) -> tuple[Table, Table]:
+    """Both models' answers, in one process: what was compiled for the first serves the second.
+
+    The second may still be in the making: it is waited for.
     """
-    sparse = mage(0.02, page_size=1)
-    pair: list[Plan] = [Dense(), sparse]
     # Half of the time for each model; the second compiles nothing, and answers as many samples.
     half = None if until is None else (time.monotonic() + until) / 2
-    before, samples = run_rounds(options, options.checkpoint, pair, lengths, work / "untuned", half)
+    untuned, samples = run_rounds(options, options.checkpoint, finetuned_plans(), lengths, before, half)
+    while not Path(options.finetuned).exists() and (until is None or time.monotonic() < until):
+        time.sleep(0.5)
     options = argparse.Namespace(**vars(options) | {"samples": samples})
-    after, _ = run_rounds(options, options.finetuned, pair, lengths, work / "tuned", None)
-
-    def mean(table: Table, plan: Plan) -> float:
-        return sum(table.mean(plan, length) for length in lengths) / len(lengths)
-
-    dense = mean(before, Dense())
-    gap, left = dense - mean(before, sparse), dense - mean(after, sparse)
-    detail: dict[str, Any] = {"gap_before": gap, "gap_after": left, "dense_after": mean(after, Dense())}
-    detail |= {"samples": samples}
-    for length in lengths:
-        for name, table in (("before", before), ("after", after)):
-            detail[f"{name}/{name_of(length)}"] = {
-                "dense": table.mean(Dense(), length),
-                "mage": table.mean(sparse, length),
-                "by_task": {task: 100 * table.score(sparse, f"{task}/{length}")["score"] for task in TASKS},
-            }
-    if gap <= 0:
-        print(f"MAGE at 2 % loses nothing before fine-tuning ({-gap:.2f} points above dense): no share of a gap")
-        return []
-    rows = [common.row("finetune/2/gap_closed", 1 - left / gap, "", goal=GOALS["finetune/2/gap_closed"], detail=detail)]
-    return write(options, "accuracy", rows)
+    return untuned, run_rounds(options, options.finetuned, finetuned_plans(), lengths, after, None)[0]
 
 
 def run_ar_limit(

@@ -19,16 +19,18 @@ from herald_jax import eval_report, evaluate
 from herald_jax.eval_report import describe
 from herald_jax.plans import Plan
 
-_MEMORY = 0.9  # of the device, shared out among the parts
+_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # a process's share of the device's memory
 _GRACE = 10  # seconds from the request to end to the end
 
 
 def run(command: Sequence[str], processes: int, until: float | None) -> list[int]:
     """`command` with `--part` and each part's number, side by side, until all are done or time is over.
 
+    They share out the memory that this process may use: 0.9 of the device unless the environment says otherwise.
+
     Returns the parts' exit statuses; a part that time ended has a negative one. `until` is of `time.monotonic`.
     """
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_MEMORY / processes:.3f}"}
+    share = {_MEMORY: f"{float(os.environ.get(_MEMORY, 0.9)) / processes:.3f}"}
     parts = [subprocess.Popen([*command, "--part", str(part)], env=os.environ | share) for part in range(processes)]
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -51,12 +53,13 @@ def folder(work: Path, part: int) -> Path:
 
 
 def gather(
-    work: Path, processes: int, settings: Mapping[str, Any], plans: Sequence[Plan], names: Mapping[str, str]
-) -> tuple[Table, int]:
-    """The table of what all parts answered, and the number of samples of each set that it rests on.
+    work: Path, processes: int, settings: Mapping[str, Any], plans: Sequence[Plan], names: Mapping[str, str],
+    most: int | None = None,
+) -> tuple[Table, dict[str, int]]:  # fmt: skip
+    """The table of what all parts answered, and how many samples of each set every plan has in it (`most` at most).
 
-    A plan that has not answered all of the sets `names` is left out; the others are judged by the samples that all of
-    them have answered. The number is 0 if there is no such plan.
+    A plan that has not answered all of the sets `names` is left out, and so are the samples that it has answered in
+    some of them only.
     """
     answers: list[dict[str, Any]] = []
     batches: list[dict[str, Any]] = []
@@ -71,8 +74,7 @@ def gather(
         if "agreement" not in answer and answer["plan"] in found:
             found[answer["plan"]][answer["set"]].add(answer["index"])
     counts = {label: min(len(indices) for indices in by_set.values()) for label, by_set in found.items()}
-    complete = {label: count for label, count in counts.items() if count}
-    common = min(complete.values(), default=0)
-    kept = [a for a in answers if a["plan"] in complete and a["index"] < common]
+    complete = {label: count if most is None else min(count, most) for label, count in counts.items() if count}
+    kept = [a for a in answers if a["plan"] in complete and a["index"] < complete[a["plan"]]]
     chosen = [plan for plan in plans if describe(plan) in complete]
-    return Table(eval_report.summarise(chosen, names, kept, batches)), common
+    return Table(eval_report.summarise(chosen, names, kept, batches), kept), complete

@@ -49,10 +49,11 @@ def scores(results: dict[str, Any]) -> str:
         for name, label in [*((name, name.replace("_", " ")) for name in names), ("mean", "**mean**")]
     ]
     plans = [id.split("/")[:2] for id in rows if id.endswith(f"/{lengths[0]}/drop")]
-    drops = [
-        [f"{plan}, {budget} %", *(_interval(rows[f"{plan}/{budget}/{length}/drop"]) for length in lengths)]
-        for plan, budget in plans
-    ]
+    drops = []
+    for plan, budget in plans:
+        found = [rows[f"{plan}/{budget}/{length}/drop"] for length in lengths]
+        answered = min(row["detail"].get("samples", samples) for row in found)  # older results do not say
+        drops.append([f"{plan}, {budget} %", *map(_interval, found), str(answered)])
     lines = [
         f"By `benchmarks.accuracy` on {results['device']}, {results['date'][:10]}: at least {samples} samples of each",
         "task and length, other samples and another text than in training. Percent of the expected strings that are in",
@@ -60,9 +61,9 @@ def scores(results: dict[str, Any]) -> str:
         "",
         *_table(["task", *columns], tasks),
         "",
-        "Points of the mean lost by sparse attention, with 95 % intervals:",
+        "Points of the mean lost by sparse attention, with 95 % intervals, on the samples that the plan has answered:",
         "",
-        *_table(["plan", *columns], drops),
+        *_table(["plan", *columns, "samples"], drops),
     ]
     return "\n".join(lines)
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from benchmarks import accuracy_parts, accuracy_rows, accuracy_tables
+from herald_jax import eval_report
 from herald_jax.eval_report import describe
 from herald_jax.evaluate import Journal
 from herald_jax.plans import Dense, Mage
 from herald_jax.tasks import TASKS
 
 
-def summary(score: Any) -> dict[str, Any]:
-    """Every plan at every length; `score(plan, task, length)`."""
-    rows, means = [], []
+def table_of(score: Any) -> accuracy_rows.Table:
+    """Every plan at every length, two samples of each; `score(plan, task, length)`."""
+    rows, means, answers = [], [], []
     for plan in accuracy_rows.plans(herald=True):
         for length in (4096, 8192):
             found = {task: score(plan, task, length) for task in TASKS}
@@ -29,12 +30,14 @@ def summary(score: Any) -> dict[str, Any]:
             mean |= {"low": 0.0, "high": 1.0, "drop": sum(dense.values()) / 7 - sum(found.values()) / 7}
             means.append(mean | {"drop_low": -0.01, "drop_high": 0.09})
             for task, value in found.items():
+                both = {"plan": describe(plan), "set": f"{task}/{length}"}
+                answers += [both | {"index": index, "score": value} for index in range(2)]
                 row = {"plan": describe(plan), "set": f"{task}/{length}", "score": value, "low": 0.0, "high": 1.0}
                 row |= {"group": str(length), "samples": 10, "steps_per_block": 3.0 if isinstance(plan, Mage) else 2.0}
                 row |= {"drop": dense[task] - value, "drop_low": 0.0, "drop_high": 1.0}
                 row |= {"recall": 0.9 if getattr(plan, "measure", False) else None, "mass_kept": 0.8}
                 rows.append(row)
-    return {"rows": rows, "means": means}
+    return accuracy_rows.Table({"rows": rows, "means": means}, answers)
 
 
 def test_rows() -> None:
@@ -47,7 +50,7 @@ def test_rows() -> None:
         return value - (0.07 if task == "common_words" else 0.0)
 
     chosen = accuracy_rows.plans(herald=True)
-    made = accuracy_rows.accuracy_rows(accuracy_rows.Table(summary(score)), chosen, [4096, 8192])
+    made = accuracy_rows.accuracy_rows(table_of(score), chosen, [4096, 8192])
     rows = {row["id"]: row for row in made}
     assert len(rows) == len(made)
     assert rows["dense/4k/mean"]["value"] == pytest.approx(96)
@@ -58,15 +61,50 @@ def test_rows() -> None:
     assert rows["mage/5/4k/drop"]["detail"]["high"] == pytest.approx(9)
     assert rows["mage/5/4k/drop"]["detail"]["steps_per_block"] == pytest.approx(3)
     assert rows["herald/10/8k/drop"]["value"] == pytest.approx(90 - (70 - 1))
-    assert rows["mage/worst_margin_over_baselines"]["value"] == pytest.approx(10)
+    margin = rows["mage/worst_margin_over_baselines"]
+    assert margin["value"] == pytest.approx(10)
+    assert margin["detail"]["samples"] == 2
+    assert margin["detail"]["low"] == pytest.approx(10)
+    assert len(margin["detail"]["all"]) == 2 * 3 * 3
     assert rows["mage/5/aggregation/drop"]["value"] == pytest.approx(100 * (0.9 - 0.73))
-    assert rows["mage/5/recall"]["value"] == pytest.approx(0.9)
+    assert rows["mage/5/recall"]["value"] == rows["mage/512/recall"]["value"] == pytest.approx(0.9)
     assert set(accuracy_rows.GOALS) - set(rows) == {"finetune/2/gap_closed", "mage/5/steps_ratio"}
-    ratio, *drops = accuracy_rows.threshold_rows(accuracy_rows.Table(summary(score)), [4096, 8192])
+    ratio, *drops = accuracy_rows.threshold_rows(table_of(score), [4096, 8192])
     assert ratio["value"] == pytest.approx(1.5)
     assert not ratio["met"]
     assert [row["value"] for row in drops] == pytest.approx([rows[f"mage/5/{n}k/drop"]["value"] for n in (4, 8)])
     assert "quest/2/4k/drop" in rows
+
+
+@pytest.mark.parametrize("processes", [1, 4, 11])
+def test_every_plan_has_one_process(processes: int) -> None:
+    plans = accuracy_rows.plans(herald=True)
+    made = accuracy_rows.shares(plans, processes)
+    assert len(made) == processes
+    assert sorted(describe(plan) for chosen, _ in made for plan in chosen) == sorted(map(describe, plans))
+    assert all(every or Dense() not in chosen for chosen, every in made)
+
+
+def test_what_fine_tuning_gains() -> None:
+    """Of ten samples MAGE misses four before, and one after; the dense plan misses none, and one after."""
+    dense, sparse = accuracy_rows.finetuned_plans()
+
+    def of(*missed: int) -> accuracy_rows.Table:
+        answers = [
+            {"plan": describe(plan), "set": f"{task}/4096", "index": i, "score": float(i >= n)}
+            for plan, n in zip((dense, sparse), missed, strict=True) for task in TASKS for i in range(10)
+        ]  # fmt: skip
+        batches: list[dict[str, Any]] = []
+        names = {f"{task}/4096": "4096" for task in TASKS}
+        return accuracy_rows.Table(eval_report.summarise([dense, sparse], names, answers, batches), answers)
+
+    (row,) = accuracy_rows.finetuned_rows(of(0, 4), of(1, 1), [4096])
+    assert row["value"] == pytest.approx(0.75)
+    assert row["met"]
+    detail = row["detail"]
+    assert [detail[name] for name in ("gap_before", "gap_after", "dense_after")] == pytest.approx([40, 10, 90])
+    assert 0.5 < detail["low"] < 0.75 < detail["high"] < 1
+    assert accuracy_rows.finetuned_rows(of(4, 4), of(4, 0), [4096]) == []
 
 
 def test_ablation_changes_one_thing_at_a_time() -> None:
@@ -85,7 +123,7 @@ ROWS = [
     row("dense/4k/mean", 91.23, low=90.0, high=92.0), row("dense/4k/fact_qa", 99.5, samples=128),
     row("dense/8k/mean", 85.0, low=80.0, high=90.0), row("dense/8k/fact_qa", 97.0, samples=64),
     row("mage/5/4k/drop", 0.44, low=-0.2, high=1.0, by_task={}),
-    row("mage/5/8k/drop", 1.0, low=0.5, high=1.5, by_task={}),
+    row("mage/5/8k/drop", 1.0, low=0.5, high=1.5, samples=32, by_task={}),
     row("mage/5/aggregation/drop", 3.0), row("finetune/2/gap_closed", 0.5) | {"goal": ">=0.5", "met": True},
     row("smollm2/1k/dense", 90.0, low=75.0, high=100.0, samples=20),
     row("smollm2/1k/mage/10", 85.0, low=70.0, high=100.0),
@@ -114,11 +152,12 @@ def test_parts_are_ended_in_time_and_their_journals_become_one_table(tmp_path: P
             journal.answered(describe(plans[0]), "a/8", [again], counts | {"new_tokens": 1})
         journal.close()
     table, samples = accuracy_parts.gather(tmp_path, 2, settings, plans, names)
-    assert samples == 2
+    assert samples == {describe(plans[0]): 4, describe(plans[1]): 2}
     assert {plan for plan, _ in table.means} == {describe(plan) for plan in plans[:2]}
-    assert table.mean(plans[0], 8) == 100
-    assert table.drop(plans[1], 8)["drop"] == pytest.approx(75)
-    assert accuracy_parts.gather(tmp_path, 1, settings, plans[1:], names)[1] == 0
+    assert table.mean(plans[0], 8) == 50  # of four samples
+    assert table.drop(plans[1], 8)["drop"] == pytest.approx(75)  # of the two that both have answered
+    assert accuracy_parts.gather(tmp_path, 2, settings, plans, names, 2)[0].mean(plans[0], 8) == 100
+    assert accuracy_parts.gather(tmp_path, 1, settings, plans[1:], names)[1] == {}
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -131,7 +170,7 @@ def test_tables(tmp_path: Path) -> None:
         "| task | 4K tokens | 8K tokens |\n|---|---:|---:|\n| fact qa | 99.5 | 97.0 |\n| **mean** | 91.2 | 85.0 |"
         in text
     )
-    assert "| mage, 5 % | 0.4 (-0.2 to 1.0) | 1.0 (0.5 to 1.5) |" in text
+    assert "| mage, 5 % | 0.4 (-0.2 to 1.0) | 1.0 (0.5 to 1.5) | 32 |" in text
     assert "| `mage/5/aggregation/drop` | 3 % |  |  |\n| `finetune/2/gap_closed` | 0.5 % | >=0.5 | met |" in text
     assert "| `mage/10` | 85.0 (70.0 to 100.0) |" in text
     assert "20 samples each, on NVIDIA H200." in text
