@@ -42,8 +42,8 @@ class MageKV:
       counts: i32[L, B], entries of the pool before the block's: the selected ones, and with `plan.select_every` those
         of the blocks written since.
       indices: i32[L, B, K, P], every layer's selection, ascending, -1 padded.
-      scores: f32[S, B, K, N], what the S layers that select look at, until all choose at once; None where a layer
-        chooses by itself.
+      scores: f32[S, B, K, N], or by page [S, B, K, pages], what the S layers that select look at, until all choose at
+        once; None where a layer chooses by itself.
       votes, need: i32[L, B, K, N] and f32[L, B, K] of a layer-adaptive selection; None otherwise.
       quality: f32[L, B, 2], recall and kept mass of the last sparse step in each layer, and `measured` f32[B, 3], their
         sums over layers and steps and the number of summands; None unless the plan measures.
@@ -71,7 +71,8 @@ class MageKV:
         pool = DeviceKV.empty(config, batch, capacity + blocks * config.diffusion.block_length, mesh)
         scores = votes = need = None
         if plan.selector == "mage" and plan.allocate == "uniform":
-            scores = jnp.zeros((max(layers - plan.dense_layers, 0), batch, heads, slots), jnp.float32)
+            held = -(-slots // plan.page) if select.in_pages(plan) else slots
+            scores = jnp.zeros((max(layers - plan.dense_layers, 0), batch, heads, held), jnp.float32)
         if plan.allocate == "layer_adaptive":
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
             need = jnp.zeros((layers, batch, heads), jnp.float32)
@@ -227,17 +228,18 @@ class MageAttend:
         into = Destination(kv.k, kv.v, layer, start, k.shape[1])
         return DeviceKV(*write_kv(k, v, into, implementation=implementation))
 
-    def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> Any:
-        """Attention over everything visible, with the importance by which this plan selects."""
+    def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV, page: int = 1) -> Any:
+        """Attention over everything visible, with the importance by which this plan selects, that of the prefix by
+        `page`."""
         prefix_only = self.plan.normalise == "prefix"
         return self._attention(
             q,
             cache.full,
             self.visible,
             layer,
-            importance=Importance(self.plan.reduce, "prefix" if prefix_only else "visible"),
+            importance=Importance(self.plan.reduce, "prefix" if prefix_only else "visible", page),
             importance_rows=self.rows,
-            prefix_lengths=self.prefix if prefix_only else None,
+            prefix_lengths=self.prefix if prefix_only or page > 1 else None,
         )
 
     def _measure(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> jax.Array:
@@ -299,15 +301,17 @@ class MageAttend:
             return out, cache
 
         if (scores := cache.scores) is not None:
-            result = self._exact(layer, q, cache)
+            result = self._exact(layer, q, cache, plan.page if select.in_pages(plan) else 1)
             out, score = jax.lax.optimization_barrier((result.out, result.importance))
             scores = scores.at[layer - plan.dense_layers].set(score)
             return out, dataclasses.replace(_noted(cache, layer, q, result), scores=scores)
 
         if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
-            result = self._exact(layer, q, cache)
+            paged = select.in_pages(plan)
+            result = self._exact(layer, q, cache, plan.page if paged else 1)
             score = result.importance
         else:
+            paged = False
             result, score = self._attention(q, full, self.visible, layer), None
             if plan.selector == "quest":
                 score = select.page_bounds(plan, q, full.k[layer], select.chosen(self.rows, t), prefix)
@@ -321,7 +325,8 @@ class MageAttend:
         if score is None:
             indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
         else:
-            indices = select.pick(plan, score, counts, prefix, capacity, self.implementation)
+            choose = select.pick_pages if paged else select.pick
+            indices = choose(plan, score, counts, prefix, capacity, self.implementation)
             out, indices = jax.lax.optimization_barrier((out, indices))
         cache = dataclasses.replace(cache, indices=cache.indices.at[layer].set(indices))
         if plan.selector == "oracle":

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from herald_jax.plans import Herald, Mage
-from pallas_kernels import select_topk
+from pallas_kernels import page_sums, select_topk
 
 # Scores of entries that are chosen whatever their attention says. Finite: infinities would tie with overflow.
 _ALWAYS = 1e30
@@ -72,22 +72,25 @@ def with_residents(plan: Mage | Herald, score: jax.Array, prefix: jax.Array) -> 
     return jnp.where(always, _ALWAYS, score)
 
 
+def in_pages(plan: Mage | Herald) -> bool:
+    """Whether all that counts of a score are its sums over pages: unless some entries of a page are chosen anyway."""
+    return plan.page > 1 and plan.selector != "quest" and plan.sinks + plan.recent == 0
+
+
 def by_page(score: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
     """`score` f32[..., B, K, N] with each entry's replaced by its page's mean over what is below `prefix` i32[B].
 
     Equal scores are chosen from the lowest entry on, so pages are chosen whole but for the last one.
     """
-    slots = score.shape[-1]
-    pages = -(-slots // size)
-    inside = jnp.arange(slots)[None, :] < prefix[:, None]
-    inside = inside.reshape((1,) * (score.ndim - 3) + (inside.shape[0], 1, slots))
+    mean = _page_means(page_sums(score, size, prefix), size, prefix)
+    return jnp.repeat(mean, size, axis=-1)[..., : score.shape[-1]]
 
-    def summed(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pages * size - slots)])
-        return jnp.sum(x.reshape(*x.shape[:-1], pages, size), axis=-1)
 
-    mean = summed(jnp.where(inside, score, 0.0)) / jnp.maximum(summed(inside.astype(jnp.float32)), 1.0)
-    return jnp.repeat(mean, size, axis=-1)[..., :slots]
+def _page_means(sums: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
+    """Means f32[..., B, K, pages] of what sums f32[..., B, K, pages] add up below `prefix` i32[B]."""
+    pages = sums.shape[-1]
+    held = jnp.clip(prefix[:, None] - jnp.arange(pages)[None, :] * size, 1, size).astype(jnp.float32)
+    return sums / held.reshape((1,) * (sums.ndim - 3) + (-1, 1, pages))
 
 
 def pick(
@@ -98,7 +101,13 @@ def pick(
     capacity: int,
     implementation: str | None,
 ) -> jax.Array:
-    """Indices i32[..., B, K, P], ascending, of the `counts` i32[..., B] best entries below `prefix` i32[B]."""
+    """Indices i32[..., B, K, P], ascending, of the `counts` i32[..., B] best entries below `prefix` i32[B].
+
+    `score` f32[..., B, K, N].
+    """
+    if in_pages(plan):
+        sums = page_sums(score, plan.page, prefix)
+        return pick_pages(plan, sums, counts, prefix, capacity, implementation)
     if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
         score = by_page(score, plan.page, prefix)
     score = with_residents(plan, score, prefix)
@@ -106,6 +115,67 @@ def pick(
     wanted = jnp.broadcast_to(counts[..., None], leading)
     within = jnp.broadcast_to(prefix.reshape((1,) * (len(leading) - 2) + (-1, 1)), leading)
     return select_topk(score, wanted, capacity, lengths=within, implementation=implementation)
+
+
+def pick_pages(
+    plan: Mage | Herald,
+    sums: jax.Array,
+    counts: jax.Array,
+    prefix: jax.Array,
+    capacity: int,
+    implementation: str | None,
+) -> jax.Array:
+    """`pick` from sums over pages, f32[..., B, K, ceil(N / plan.page)]: what it finds from `by_page`, bit for bit.
+
+    Entries of a page have one score, so pages are chosen, by their means; of those with the lowest, the last entries
+    are more than was wanted. That is at most two pages: one more than fills the budget is chosen, for the page that the
+    prefix ends in may have a single entry.
+    """
+    size, leading = plan.page, sums.shape[:-1]
+    mean = _page_means(sums, size, prefix)
+    wanted = jnp.broadcast_to(jnp.minimum(counts, capacity)[..., None], leading)
+    end = jnp.broadcast_to(prefix[:, None], leading)
+    most = -(-wanted // size) + (wanted > 0)
+    chosen = select_topk(mean, most, -(-capacity // size) + 1, lengths=-(-end // size), implementation=implementation)
+    some = chosen >= 0
+    at = jnp.maximum(chosen, 0)
+    rank = jnp.take_along_axis(mean, at, axis=-1)
+    # Equals as `select_topk` has them: -0.0 and subnormal numbers are 0.
+    rank = jnp.where(jnp.abs(rank) < jnp.finfo(jnp.float32).tiny, 0.0, rank)
+    own = jnp.where(some, jnp.clip(end[..., None] - at * size, 0, size), 0)
+    excess = jnp.maximum(jnp.sum(own, axis=-1) - wanted, 0)
+    place = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
+
+    def last(rank: jax.Array, among: jax.Array) -> jax.Array:
+        """The place, in the ascending list, of the page that is chosen last: of the lowest the one furthest back."""
+        lowest = jnp.min(jnp.where(among, rank, jnp.inf), axis=-1, keepdims=True)
+        return jnp.max(jnp.where(among & (rank == lowest), place, -1), axis=-1)
+
+    gaps = []
+    for _ in range(2):
+        where = last(rank, some)
+        here = place == where[..., None]
+        kept = jnp.sum(jnp.where(here, own, 0), axis=-1)
+        cut = jnp.minimum(kept, excess)
+        excess -= cut
+        # In a list of whole pages: where the missing entries of this one begin, and how many there are.
+        gaps.append((where * size + kept - cut, jnp.where(where < 0, 0, size - kept + cut)))
+        some = some & ~here
+    (start, missing), (other, others) = gaps
+    swapped = other < start
+    start, missing, other, others = (
+        jnp.where(swapped, a, b)[..., None]
+        for a, b in ((other, start), (others, missing), (start, other), (missing, others))
+    )
+    slot = jax.lax.broadcasted_iota(jnp.int32, (*leading, capacity), chosen.ndim - 1)
+    entry = slot + jnp.where(slot >= start, missing, 0)
+    entry += jnp.where(entry >= other, others, 0)
+    page = entry // size
+    found = jnp.take_along_axis(chosen, jnp.minimum(page, chosen.shape[-1] - 1), axis=-1)
+    valid = (slot < wanted[..., None]) & (page < chosen.shape[-1]) & (found >= 0)
+    index = found * size + entry % size
+    # The page that the prefix ends in is the last of the list.
+    return jnp.where(valid & (index < end[..., None]), index, -1)
 
 
 def page_bounds(plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, prefix: jax.Array) -> jax.Array:

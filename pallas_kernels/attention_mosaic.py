@@ -9,7 +9,8 @@ The rows of a tile are *slabs*: `query_chunk` consecutive queries of one query h
 into the rows this way by the copies themselves, so q needs no transposition beforehand.
 
 Importance of one query: the programs also store that query's weights, relative to the running maximum of their tile,
-and the finishing kernel scales them. Importance of more queries: a second pass over K (`importance_mosaic`).
+and the finishing kernel scales them. Importance by page: they store every query's, added up by page, and
+`attention_pages` scales those. Importance of more queries entry by entry: a second pass over K (`importance_mosaic`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import attention_finish, attention_plan, importance_mosaic, mosaic_inline
-from pallas_kernels.attention_plan import AttentionConfig, Plan, divide, slabs
+from pallas_kernels import attention_finish, attention_pages, attention_plan, importance_mosaic, mosaic_inline
+from pallas_kernels.attention_plan import PAGE, AttentionConfig, Plan, divide, slabs
 
 KERNEL_NAME = "block_attention"
 
@@ -37,10 +38,20 @@ LOWEST = -1e30
 def attention_mosaic(
     q, k, v, lengths, layer, rows, prefix_lengths, *, scale, importance, config: AttentionConfig | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The contract of `block_attention` on checked arguments; returns `(out, lse, importance or None)`."""
+    """The contract of `block_attention` on checked arguments; returns `(out, lse, importance or None)`.
+
+    Importance comes by page, `f32[B, K, ceil(N / importance.page)]`, where `by_page` says so.
+    """
     one_query = rows is not None and rows.dtype != jnp.bool_
+    paged = by_page(importance, rows)
     plan = attention_plan.make_plan(
-        q, k, lengths.shape[1], config, keep_weights=one_query, prefix_sums=prefix_lengths is not None
+        q,
+        k,
+        lengths.shape[1],
+        config,
+        keep_weights=one_query,
+        keep_pages=paged,
+        prefix_sums=importance is not None and importance.over == "prefix",
     )
     t = plan.queries
     q = jnp.pad(q, ((0, 0), (0, plan.padded_queries - t), (0, 0), (0, 0)))
@@ -49,12 +60,23 @@ def attention_mosaic(
     out, lse = out[:, :t], lse[:, :t]
     if importance is not None and not one_query:
         over = lse
-        if prefix_lengths is not None:
+        if plan.prefix_sums:
             over = plan.rows_to_queries(jax.scipy.special.logsumexp(parts.prefix_lse, axis=0))
-        weight = importance_mosaic.importance_pass(
-            q, k, lengths, layer, rows, prefix_lengths, over, plan, scale=scale, reduce=importance.reduce
-        )
+        if paged:
+            bias = importance_mosaic.row_bias(rows, over, plan, importance.reduce)
+            weight = attention_pages.pages(parts, lengths, bias, plan, importance.page)
+        else:
+            weight = importance_mosaic.importance_pass(
+                q, k, lengths, layer, rows, prefix_lengths, over, plan, scale=scale, reduce=importance.reduce
+            )
     return out, lse, weight
+
+
+def by_page(importance, rows) -> bool:
+    """Whether the kernels themselves give importance by page: sums of weights, over pages made of theirs."""
+    if importance is None or rows.dtype != jnp.bool_:
+        return False
+    return importance.reduce == "mean" and importance.page % attention_plan.PAGE == 0
 
 
 class Parts(NamedTuple):
@@ -67,6 +89,9 @@ class Parts(NamedTuple):
     weights, tops: for the chosen query, `bf16[B, K, kv_tiles, G, kv_tile]` its weights relative to the running maximum
       `f32[B, K, kv_tiles, G]` (base 2), or None. Tiles past the row's length are not written. The entries of a tile
       are in the order of `mosaic_inline.store_rows_wide`.
+    pages, page_tops: for every query row, `bf16[B, K, R, kv_tiles, rows, kv_tile / PAGE]` the sums of its weights over
+      PAGE entries relative to the running maximum `f32[B, K, R, kv_tiles, rows]` (base 2), or None. As above of tiles;
+      rows that are no query hold anything finite or are not written.
     """
 
     out: jax.Array
@@ -74,6 +99,8 @@ class Parts(NamedTuple):
     prefix_lse: jax.Array | None
     weights: jax.Array | None
     tops: jax.Array | None
+    pages: jax.Array | None
+    page_tops: jax.Array | None
 
 
 class _Inputs(NamedTuple):
@@ -95,12 +122,15 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
     row_shape = (p.splits, *p.row_shape)
     partial = p.splits > 1
     kept = (p.batch, p.kv_heads, p.kv_tiles, p.group)
+    paged = (p.batch, p.kv_heads, p.tiles, p.kv_tiles, p.rows)
     outputs = Parts(
         out=jax.ShapeDtypeStruct((*row_shape, p.head_dim) if partial else q.shape, q.dtype),
         lse=jax.ShapeDtypeStruct(row_shape if partial else q.shape[:3], jnp.float32),
         prefix_lse=jax.ShapeDtypeStruct(row_shape, jnp.float32) if p.prefix_sums else None,
         weights=jax.ShapeDtypeStruct((*kept, p.kv_tile), jnp.bfloat16) if p.keep_weights else None,
         tops=jax.ShapeDtypeStruct(kept, jnp.float32) if p.keep_weights else None,
+        pages=jax.ShapeDtypeStruct((*paged, p.kv_tile // PAGE), jnp.bfloat16) if p.keep_pages else None,
+        page_tops=jax.ShapeDtypeStruct(paged, jnp.float32) if p.keep_pages else None,
     )
     row_limits, tile_limits = (None, None) if p.uniform else p.row_limits(lengths)
     inputs = _Inputs(
@@ -111,7 +141,7 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
         None if layer is None else layer.reshape(1),
         row_limits,
         tile_limits,
-        prefix_lengths if p.prefix_sums else None,
+        prefix_lengths,
         query if p.keep_weights else None,
     )
     # plgpu.kernel passes one reference per array: the Nones are put back inside.
@@ -177,7 +207,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
     else:
         shortest, longest = ins.tile_limits[batch, tile, 0], ins.tile_limits[batch, tile, 1]
     prefix = None
-    if p.prefix_sums:
+    if ins.prefix_lengths is not None:
         prefix = jnp.clip(ins.prefix_lengths[batch], 0, p.entries)
         shortest = jnp.minimum(shortest, prefix)
     kv_tiles = divide(longest + p.kv_tile - 1, p.kv_tile)[0]
@@ -202,9 +232,12 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
             query, q_head = _row_queries(head, tile, wg, p)
             slot = jnp.where(query == ins.query[batch], q_head - head * p.group, -1)
             kept = functools.partial(_keep_weights, outs, batch, head, slot)
+        paged = None
+        if p.keep_pages:
+            paged = functools.partial(_keep_pages, outs, (batch, head, tile), wg, p)
         plgpu.barrier_wait(scratch["q_ready"].at[wg])
         entries = _Range(first, full, last, longest, row_limit, prefix)
-        acc, top, total, prefix_total = _softmax_loop(entries, kept, wg, scratch, p, scale)
+        acc, top, total, prefix_total = _softmax_loop(entries, kept, paged, wg, scratch, p, scale)
 
         here = (split, batch, head, tile, pl.ds(wg * 64, 64))
         lse = _lse(top, total)
@@ -244,7 +277,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
         pl.loop(filled, last)(functools.partial(load, wait=True))
 
 
-def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: float):
+def _softmax_loop(entries: _Range, keep_weights, keep_pages, wg, scratch, p: Plan, scale: float):
     """Online softmax over the program's KV tiles.
 
     Returns the accumulator `f32[64, D]`, and per row the maximum (base 2), the sum of weights and that of the prefix.
@@ -284,7 +317,8 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         new_top = jnp.maximum(top, s.max(axis=1) * to_base_2)
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(s * to_base_2 - lax.broadcast_in_dim(new_top, scores_shape, [0]))
-        row_sum = weights.sum(axis=1)
+        pairs = None if keep_pages is None else mosaic_inline.pair_sums(weights)
+        row_sum = (weights if pairs is None else pairs).sum(axis=1)
         if p.prefix_sums:
             if masked:
                 prefix_sum = jnp.where(columns < e.prefix - start, weights, 0.0).sum(axis=1)
@@ -294,6 +328,8 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         total = total * shrink + row_sum
         acc *= lax.broadcast_in_dim(shrink, acc_shape, [0])
         # float16 would lose the small ones. What is bfloat16 anyway is not rounded twice.
+        if keep_pages is not None and masked and e.prefix is not None:
+            pairs = mosaic_inline.pair_sums(jnp.where(columns < e.prefix - start, weights, 0.0))
         keeps_its_own = keep_weights is not None and p.dtype != jnp.bfloat16
         kept = weights.astype(jnp.bfloat16) if keeps_its_own else None
         weights = weights.astype(p.dtype)
@@ -310,7 +346,9 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
         if masked:
             _zero_tail(v_tile, e.longest - start, p)
 
-        acc = _add_matmul(acc, weights, v_tile)
+        # The tensor cores are this warpgroup's for now, and would leave it waiting.
+        meanwhile = None if keep_pages is None else functools.partial(keep_pages, index, pairs, new_top)
+        acc = _add_matmul(acc, weights, v_tile, meanwhile)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total
 
@@ -329,9 +367,15 @@ def _softmax_loop(entries: _Range, keep_weights, wg, scratch, p: Plan, scale: fl
     return carry
 
 
-def _add_matmul(acc, weights, v_tile):
-    """acc `f32[64, D]` + weights `[64, n]` @ v_tile `[n, D]`."""
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, v_tile))(plgpu.ACC.init(acc))
+def _add_matmul(acc, weights, v_tile, meanwhile):
+    """acc `f32[64, D]` + weights `[64, n]` @ v_tile `[n, D]`; calls `meanwhile`, if any, while that is under way."""
+
+    def add(acc_ref):
+        plgpu.wgmma(acc_ref, weights, v_tile)
+        if meanwhile is not None:
+            meanwhile()
+
+    return pl.run_state(add)(plgpu.ACC.init(acc))
 
 
 def _lse(top, total):
@@ -370,3 +414,10 @@ def _zero_tail(v_tile, valid, p: Plan):
 def _keep_weights(outs: Parts, batch, head, slot, index, weights, top):
     mosaic_inline.store_rows_wide(outs.weights.at[batch, head, index], weights, slot)
     mosaic_inline.store_rows_wide(outs.tops.at[batch, head, index], top, slot)
+
+
+def _keep_pages(outs: Parts, where, wg, p: Plan, index, pairs, top):
+    batch, head, tile = where
+    here = (batch, head, tile, index, pl.ds(wg * 64, 64))
+    exists = p.used_rows - 1 - tile * p.rows - wg * 64  # below 0: no row of this warpgroup is a query
+    mosaic_inline.store_page_sums(outs.pages.at[here], outs.page_tops.at[here], pairs, top, exists)

@@ -17,6 +17,7 @@ from jax import lax
 SMEM_LIMIT = 227 * 1024
 # Besides the tiles: Mosaic's scratch for reductions across warps (2 KB), the barriers and their alignment.
 SMEM_RESERVED = 3 * 1024
+PAGE = 8  # entries whose weights a kernel that keeps them by page adds up: those that a quad of threads holds
 PROCESSORS = 132  # multiprocessors of an H100 or H200 (SXM); fewer only makes the last wave less full
 
 
@@ -49,6 +50,7 @@ class Plan:
     is computed by `splits` programs, each over its share of the KV entries.
 
     keep_weights: the kernel stores the weights of one query per row of the batch (importance of one query).
+    keep_pages: the kernel stores the weights of every query row, summed over PAGE entries (importance by page).
     prefix_sums: the kernel also returns the log-sum-exp over the prefix alone.
     """
 
@@ -67,6 +69,7 @@ class Plan:
     splits: int
     ping_pong: bool
     keep_weights: bool = False
+    keep_pages: bool = False
     prefix_sums: bool = False
 
     @property
@@ -92,6 +95,11 @@ class Plan:
     @property
     def kv_tiles(self) -> int:
         return -(-self.entries // self.kv_tile)
+
+    @property
+    def used_rows(self) -> int:
+        """How many of a KV head's `tiles * rows` rows hold slabs."""
+        return self.chunks * self.group * self.query_chunk
 
     @property
     def padded_queries(self) -> int:
@@ -187,7 +195,14 @@ def divide(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def make_plan(
-    q: Any, k: Any, runs: int, config: AttentionConfig | None, *, keep_weights: bool = False, prefix_sums: bool = False
+    q: Any,
+    k: Any,
+    runs: int,
+    config: AttentionConfig | None,
+    *,
+    keep_weights: bool = False,
+    keep_pages: bool = False,
+    prefix_sums: bool = False,
 ) -> Plan:
     """The plan for q `[B, T, H, D]`, k `[..., K, N, D]` and `runs` lengths per row. Explicit sizes win over heuristics.
 
@@ -221,6 +236,7 @@ def make_plan(
         splits=1,
         ping_pong=warpgroups == 2 if config.ping_pong is None else config.ping_pong,
         keep_weights=keep_weights,
+        keep_pages=keep_pages,
         prefix_sums=prefix_sums,
     )
     splits = config.splits or _splits(plan)
@@ -282,6 +298,8 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"kv_tile must be a multiple of 64 up to 256, not {plan.kv_tile}")
     if plan.keep_weights and plan.kv_tile % 128:
         raise ValueError(f"importance of one query needs a kv_tile that is a multiple of 128, not {plan.kv_tile}")
+    if plan.keep_pages and plan.kv_tile not in (64, 128, 256):
+        raise ValueError(f"importance by page needs a kv_tile of 64, 128 or 256, not {plan.kv_tile}")
     if plan.stages < 2 or plan.splits < 1:
         raise ValueError(f"need stages >= 2 and splits >= 1, got {plan.stages} and {plan.splits}")
     if plan.ping_pong and plan.warpgroups != 2:

@@ -39,13 +39,7 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
     q `[B, T', H, D]` with the plan's padded queries; lse `f32[B, T, H]` over whatever the weights are normalised by.
     Entries past the length (or prefix length) get 0.
     """
-    # A query row's weight is exp2(score + bias): the bias holds its lse, its share of the mean, and -inf if it does
-    # not count.
-    chosen = rows[:, :, None] & (lse > -jnp.inf)
-    bias = -lse * LOG2E
-    if reduce == "mean":
-        bias -= jnp.log2(jnp.maximum(jnp.sum(rows, axis=1), 1) * plan.group)[:, None, None]
-    bias = plan.queries_to_rows(jnp.where(chosen, bias, -jnp.inf), -jnp.inf)
+    bias = row_bias(rows, lse, plan, reduce)
     weight = None
     for first in range(0, plan.tiles, MAX_TILES):
         tiles = range(first, min(plan.tiles, first + MAX_TILES))
@@ -55,6 +49,17 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
         else:
             weight = jnp.maximum(weight, more) if reduce == "max" else weight + more
     return weight[:, :, : plan.entries]
+
+
+def row_bias(rows, lse, plan: Plan, reduce: str):
+    """`f32[B, K, R, rows]`: a query row's weight is exp2(score + bias), the score to base 2.
+
+    The bias holds its log-sum-exp, `lse f32[B, T, H]`, its share of the mean, and -inf if it does not count.
+    """
+    bias = -lse * LOG2E
+    if reduce == "mean":
+        bias -= jnp.log2(jnp.maximum(jnp.sum(rows, axis=1), 1) * plan.group)[:, None, None]
+    return plan.queries_to_rows(jnp.where(rows[:, :, None] & (lse > -jnp.inf), bias, -jnp.inf), -jnp.inf)
 
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
@@ -66,6 +68,107 @@ def store_rows_wide(ref, values, rows):
     store(ref, values, rows)
 
 
+def pair_sums(values):
+    """Sums of every thread's two neighbouring columns: f32 `[64, n]` to `[64, n / 2]`, in the WGMMA layout.
+
+    PTX's layout of an accumulator: thread c of a quad holds columns 8 j + 2 c and the next, for every j. Its sums of
+    j = 2 i and 2 i + 1 become its columns 8 i + 2 c and the next. A row keeps its sum.
+    """
+    shape = (values.shape[0], values.shape[1] // 2)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(shape, values.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def run(_, values):
+        rows = values.registers.reshape(-1, 2, 2)  # i, which of its two j, which of the thread's two rows
+        kind = values.registers.reshape(-1)[0].type
+        sums = np.empty((len(rows), 2), object)
+        for i, half in np.ndindex(sums.shape):
+            pairs = [arith.addf(*(_element(pair, column) for column in range(2))) for pair in rows[i, :, half]]
+            sums[i, half] = vector.from_elements(kind, pairs)
+        registers = sums.reshape(values.layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    return run(values)
+
+
+def store_page_sums(sums_ref, tops_ref, pairs, tops, store):
+    """Stores sums of 8 neighbouring columns of a wgmma tile, and one number per row beside them.
+
+    sums_ref: in GMEM, bfloat16 `[64, n / 8]`, contiguous. tops_ref: in GMEM, f32 `[64]`. pairs: `pair_sums` of f32
+    `[64, n]`, n a multiple of 64. tops: f32 `[64]` in its row layout. store: an i32 scalar, negative for nothing.
+
+    A quad of threads shares the sums of a row by exchanging halves: of n / 8 sums each thread sends half away and keeps
+    half, then half of those, and is left with a quarter, finished.
+
+    All of it is behind a branch, with nothing on its other side. Where a matmul has been asked for, this can run beside
+    it; but ptxas takes all that lies between two branches for one piece, and of a matmul asks for the first part, does
+    everything else, and only then asks for the other parts.
+    """
+    layouts = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *layouts))
+    def run(_, sums_ref, tops_ref, pairs, tops, store):
+        i32 = ir.IntegerType.get_signless(32)
+        condition = _scalar(store.registers.reshape(-1)[0])
+        with utils.when(arith.cmpi(arith.CmpIPredicate.sge, condition, utils.c(0, i32))):
+            _store_page_sums(sums_ref, tops_ref, pairs.registers.reshape(-1, 2), tops.registers.reshape(2))
+
+    run(sums_ref, tops_ref, pairs, tops, store)
+
+
+def _store_page_sums(sums_ref, tops_ref, pairs, tops):
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), utils.c(128, i32))
+    quad = arith.remui(thread, utils.c(4, i32))
+    # A warp has 16 rows; a thread part of rows t / 4 and t / 4 + 8 of them.
+    row = arith.addi(
+        arith.muli(arith.divui(thread, utils.c(32, i32)), utils.c(16, i32)),
+        arith.divui(arith.remui(thread, utils.c(32, i32)), utils.c(4, i32)),
+    )
+    base = llvm.ptrtoint(i64, utils.memref_ptr(sums_ref))
+    for half in range(2):
+        held = [_element(pair, i) for pair in pairs[:, half] for i in range(2)]
+        pages = len(held)
+        for distance in (2, 1):
+            shift = utils.c(distance, i32)
+            upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, shift), utils.c(0, i32))
+            held = [
+                arith.addf(arith.select(upper, b, a), utils.shfl_bfly(arith.select(upper, a, b), shift))
+                for a, b in zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True)
+            ]
+        here = arith.addi(row, utils.c(8 * half, i32))
+        at = arith.addi(arith.muli(here, utils.c(2 * pages, i32)), arith.muli(quad, utils.c(pages // 2, i32)))
+        _store(_offset(base, at), [_packed(*held[i : i + 2]) for i in range(0, len(held), 2)])
+    # Two threads of a quad store its two rows' numbers.
+    first = arith.cmpi(arith.CmpIPredicate.eq, quad, utils.c(0, i32))
+    at = arith.addi(row, arith.select(first, utils.c(0, i32), utils.c(8, i32)))
+    word = arith.select(first, *(utils.bitcast(_scalar(top), i32) for top in tops))
+    base = llvm.ptrtoint(i64, utils.memref_ptr(tops_ref))
+    mine = arith.cmpi(arith.CmpIPredicate.ult, quad, utils.c(2, i32))
+    _store(_offset(base, arith.muli(at, utils.c(4, i32))), [word], mine)
+
+
+def _packed(low, high):
+    """Two f32 as the bfloat16 halves of an i32."""
+    word = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(word, [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
+
+
+def _store(address, words, where=None):
+    """Stores 1, 2 or 4 words at an i64 global address; only where the predicate holds, if there is one."""
+    condition = [] if where is None else [arith.extui(ir.IntegerType.get_signless(32), where)]
+    names = [f"${i + 1}" for i in range(len(words))]
+    width, what = ("", names[0]) if len(words) == 1 else (f".v{len(words)}", "{" + ", ".join(names) + "}")
+    code = f"st.global{width}.b32 [$0], {what};"
+    if condition:
+        code = f"{{ .reg .pred p; setp.ne.u32 p, ${len(words) + 1}, 0; @p {code} }}"
+    operands = [address, *words, *condition]
+    constraints = ",".join(["l", *["r"] * (len(operands) - 1), "~{memory}"])
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
+
+
 def _offset(base, offset):
     """An i64 address and an i32 offset, added."""
     return arith.addi(base, arith.extsi(ir.IntegerType.get_signless(64), offset))
@@ -122,6 +225,11 @@ def _words(array):
         count = kind.shape[0] * utils.bitwidth(kind.element_type) // 32
         register = utils.bitcast(register, ir.VectorType.get((count,), i32))
         yield from (vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(count))
+
+
+def _element(register, i):
+    """Element i of a register that holds a vector."""
+    return vector.extract(register, dynamic_position=[], static_position=[i])
 
 
 def _scalar(register):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import Importance, block_attention
 from pallas_kernels.attention_plan import AttentionConfig
-from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, make
+from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, check_pages, make
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +112,21 @@ def test_importance_of_an_empty_row_and_of_many_query_tiles():
     result = run()
     check_output(result, p, case)
     check_importance(result.importance, p, jnp.ones((2, 128), bool), reduce="mean")
+
+
+@pytest.mark.parametrize(("over", "splits", "page"), [("visible", 1, 8), ("prefix", 3, 16), ("visible", 16, 8)])
+@pytest.mark.parametrize("group", [4, 6, 7])
+def test_importance_by_page(over, splits, page, group):
+    """With 16 splits tiles are halves; 6 and 7 heads of 32 queries leave rows of a tile empty."""
+    case = Case(((2033,), (32,)), entries=2048, group=group, dtype="float16" if group == 7 else "bfloat16")
+    prefix = jnp.asarray([2001, 0], jnp.int32)
+    chosen = ROWS["some"][0]
+    how = {"importance": Importance("mean", over, page), "importance_rows": chosen, "prefix_lengths": prefix}
+    run, p = compiled(case, config=AttentionConfig(splits=splits), **how)
+    result = run()
+    check_output(result, p, case)
+    check_pages(result.importance, p, chosen, over=over, page=page, prefix=prefix)
+    assert_same(result, run())
 
 
 def test_none_chooses_the_kernel_and_agrees_with_xla():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from herald_jax import GenerationError, Mage, select
+from pallas_kernels import select_topk
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.07, 0.1, 1 / 3, 1.0, 1, 37, 512])
@@ -155,6 +156,27 @@ def test_pages_are_chosen_by_their_mean():
     assert chosen(plan, 8) == [0, 1, 6, 7]
     assert chosen(dataclasses.replace(plan, sinks=1, recent=1), 9) == [0, 6, 7, 8]
     assert chosen(dataclasses.replace(plan, sinks=2), 8) == [0, 1, 6, 7]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_choosing_pages_finds_what_choosing_their_entries_does(size):
+    """Equal means, means of 0 and -0, NaN, a prefix that ends in a page, budgets of everything and of nothing."""
+    rng = np.random.default_rng(size)
+    plan = Mage(4, min_budget=0, page_size=size)
+    slots, capacity, rows = 61, 29, 24
+    score = rng.integers(0, 6, size=(2, rows, 2, slots)).astype(np.float32)  # sums are exact: many equal means
+    score[0, :4] *= -0.0
+    score[1, 5, 0, 8:16] = np.nan
+    prefix = rng.integers(0, slots + 1, size=rows).astype(np.int32)
+    prefix[:6] = [61, 57, 0, 1, 9, 48]
+    counts = np.minimum(rng.integers(0, capacity + 2, size=(2, rows)), prefix).astype(np.int32)
+    counts[0, :3] = np.minimum(prefix[:3], capacity)
+    got = np.asarray(select.pick(plan, *map(jnp.asarray, (score, counts, prefix)), capacity, None))
+    expanded = select.by_page(jnp.asarray(score), size, jnp.asarray(prefix))
+    lengths = np.broadcast_to(prefix[:, None], score.shape[:3])
+    wanted = select_topk(expanded, np.broadcast_to(counts[..., None], score.shape[:3]), capacity, lengths=lengths)
+    np.testing.assert_array_equal(got, np.asarray(wanted))
+    assert (got >= 0).any(axis=-1).sum() > rows
 
 
 def test_votes_rank_first_and_recency_fills():

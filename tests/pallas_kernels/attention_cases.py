@@ -110,3 +110,15 @@ def check_importance(weight, problem: Problem, rows, *, reduce: str, prefix=None
         counts = (lengths[:, 0] > 0) & np.asarray(rows).any(axis=1)
         total = np.broadcast_to(counts[:, None], weight.shape[:2])
         np.testing.assert_allclose(np.sum(weight, axis=2), total, atol=2e-3)
+
+
+def check_pages(sums, problem: Problem, rows, *, over: str, page: int, prefix, dtype: str = "bfloat16") -> None:
+    """Importance by page, the mean over `rows`, against sums of the reference below `prefix`."""
+    entries = problem.k.shape[2]
+    lengths = np.clip(problem.lengths, 0, entries)
+    inside = np.minimum(lengths, np.asarray(prefix)[:, None])
+    weight = np.array(_importance(problem.q, problem.k, inside if over == "prefix" else lengths, rows, reduce="mean"))
+    weight[np.broadcast_to(np.arange(entries) >= inside[:, :, None], weight.shape)] = 0
+    weight = np.pad(weight, ((0, 0), (0, 0), (0, -entries % page)))
+    assert sums.dtype == jnp.float32
+    assert_close(sums, weight.reshape(*weight.shape[:2], -1, page).sum(axis=-1), dtype)

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import AttentionOutput, Importance, dispatch, lanes_numpy
 from pallas_kernels.attention_plan import AttentionConfig
-from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, make
+from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, check_pages, make
 
 pytestmark = [
     pytest.mark.skipif(
@@ -29,7 +29,9 @@ def interpreted(monkeypatch):
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     from pallas_kernels import attention_mosaic, lanes, mosaic_inline
 
-    def add_matmul(acc, weights, v_tile):
+    def add_matmul(acc, weights, v_tile, meanwhile):
+        if meanwhile is not None:
+            meanwhile()
         return acc + jnp.dot(weights.astype(jnp.float32), v_tile[...].astype(jnp.float32))
 
     def store_rows(ref, values, indices):
@@ -53,6 +55,19 @@ def interpreted(monkeypatch):
             def _store():
                 ref[rows[row]] = values[row][order]
 
+    def pair_sums(values):
+        pairs = values.reshape(64, -1, 2, 4, 2).sum(axis=4)
+        return jnp.swapaxes(pairs, 2, 3).reshape(64, -1)
+
+    def store_page_sums(sums_ref, tops_ref, pairs, tops, store):
+        @pl.when(store >= 0)
+        def _store():
+            sums_ref[...] = pairs.reshape(64, -1, 4, 2).sum(axis=2).reshape(64, -1).astype(jnp.bfloat16)
+            tops_ref[...] = tops
+
+    monkeypatch.setattr(mosaic_inline, "pair_sums", pair_sums)
+
+    monkeypatch.setattr(mosaic_inline, "store_page_sums", store_page_sums)
     monkeypatch.setattr(mosaic_inline, "computed_here", lambda never, *arrays: None)  # only tells when
     monkeypatch.setattr(mosaic_inline, "store_rows", store_rows)
     monkeypatch.setattr(mosaic_inline, "store_rows_wide", store_rows_wide)
@@ -109,6 +124,18 @@ def test_importance_of_many_queries(interpreted):
     result = run(interpreted, p, case, chosen, None, Importance("max"), splits=2, stages=2)
     check_output(result, p, case)
     check_importance(result.importance, p, chosen, reduce="max")
+
+
+@pytest.mark.parametrize(("over", "splits", "page"), [("visible", 2, 8), ("prefix", 1, 16)])
+def test_importance_by_page(interpreted, over, splits, page):
+    """Six heads of 16 queries: two tiles, half of the second is no query. The prefix ends within a page."""
+    case = Case(((250,), (0,)), queries=16, kv_heads=1, group=6, entries=264)
+    p = make(case)
+    chosen = jnp.asarray([[1, 0, 0, 1] * 4] * 2, bool)
+    prefix = jnp.asarray([221, 0])
+    result = run(interpreted, p, case, chosen, prefix, Importance("mean", over, page), splits=splits, stages=2)
+    check_output(result, p, case)
+    check_pages(result.importance, p, chosen, over=over, page=page, prefix=prefix)
 
 
 def test_importance_of_many_queries_in_turns(interpreted, monkeypatch):

@@ -81,6 +81,20 @@ def test_importance(rows, reduce, over):
     check_importance(result.importance, p, mask, reduce=reduce, prefix=prefix)
 
 
+@pytest.mark.parametrize(("reduce", "over"), [("mean", "visible"), ("max", "prefix")])
+def test_importance_by_page_is_its_sum_below_the_prefix(reduce, over):
+    case = Case(((21,), (0,), (9,)), queries=5, group=3, entries=24, head_dim=16, dtype="float32")
+    p = make(case)
+    prefix = jnp.asarray([17, 0, 4])
+    run = functools.partial(block_attention, p.q, p.k, p.v, p.lengths)
+    inside = prefix if over == "prefix" else None
+    weight = np.array(run(importance=Importance(reduce, over), prefix_lengths=inside).importance)
+    weight[np.broadcast_to(np.arange(24) >= np.asarray(prefix)[:, None, None], weight.shape)] = 0
+    weight = np.pad(weight, ((0, 0), (0, 0), (0, 1)))
+    got = run(importance=Importance(reduce, over, page=5), prefix_lengths=prefix).importance
+    np.testing.assert_allclose(got, weight.reshape(3, 2, 5, 5).sum(axis=-1), rtol=1e-6)
+
+
 def test_importance_over_a_prefix_that_the_block_outweighs():
     """The block's own entries hold all of the visible softmax; over the prefix alone the weights are still exact."""
     q = jnp.ones((1, 1, 1, 4))
@@ -221,7 +235,7 @@ def test_importance_of_queries_that_see_different_entries_is_not_implemented():
         block_attention(Q, KV, KV, jnp.zeros((2, 3), jnp.int32), importance=Importance())
 
 
-@pytest.mark.parametrize("field", [{"reduce": "sum"}, {"over": "all"}], ids=str)
+@pytest.mark.parametrize("field", [{"reduce": "sum"}, {"over": "all"}, {"page": 0}], ids=str)
 def test_importance_has_named_options(field):
     with pytest.raises(ValueError, match="must be"):
         Importance(**field)
@@ -292,6 +306,11 @@ LOWERED = {
         Case(((700,), (1,)), queries=128, group=6),
         {"importance": Importance(over="prefix"), "prefix_lengths": jnp.asarray([600, 0])},
         {"block_attention", "block_attention_importance"},
+    ),
+    "by_page": (
+        Case(((700,), (1,)), group=6),
+        {"importance": Importance(page=16), "prefix_lengths": jnp.asarray([600, 0])},
+        {"block_attention", "block_attention_pages"},
     ),
 }
 
