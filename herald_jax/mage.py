@@ -325,8 +325,8 @@ class MageAttend:
         if score is None:
             indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
         else:
-            choose = select.pick_pages if paged else select.pick
-            indices = choose(plan, score, counts, prefix, capacity, self.implementation)
+            pick = select.pick_pages if paged else select.pick
+            indices = pick(plan, score, counts, prefix, capacity, self.implementation)
             out, indices = jax.lax.optimization_barrier((out, indices))
         cache = dataclasses.replace(cache, indices=cache.indices.at[layer].set(indices))
         if plan.selector == "oracle":
