@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +57,24 @@ class Taken(NamedTuple):
 def random_cache(config: ModelConfig, batch: int, capacity: int) -> DeviceKV:
     """A cache full of random entries, made layer by layer: no second copy, no float32 one."""
     empty = DeviceKV.empty(config, batch, capacity)
-    return DeviceKV(_fill(empty.k, jax.random.key(1)), _fill(empty.v, jax.random.key(2)))
+    loud = loudness(config, capacity)
+    return DeviceKV(_fill(empty.k, jax.random.key(1)), _fill(empty.v, jax.random.key(2), loud))
+
+
+def loudness(config: ModelConfig, entries: int) -> float:
+    """What random V of so many entries is multiplied with: 1, but for mixtures of experts.
+
+    Random attention averages what it attends to: over 64K entries hardly anything is left, and masks, which have one
+    embedding, would all go to the same few experts. Times this, a power of two, what is left outweighs the embedding.
+    """
+    return 1.0 if config.moe is None else 2.0 ** round(2 + math.log2(entries) / 2)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill(x: jax.Array, key: jax.Array) -> jax.Array:
+def _fill(x: jax.Array, key: jax.Array, times: float = 1.0) -> jax.Array:
     def one(layer: jax.Array, x: jax.Array) -> jax.Array:
         values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
+        values = values * jnp.asarray(times, x.dtype)
         return jax.lax.dynamic_update_index_in_dim(x, values, layer, 0)
 
     return jax.lax.fori_loop(0, x.shape[0], one, x)
@@ -113,12 +125,19 @@ def abstract_params(config: ModelConfig) -> Params:
     return unflatten({path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in specs.items()})
 
 
-def compile_ahead(config: ModelConfig, batch: int, context: int, plan: Plan) -> Callable[..., Rows]:
+def compile_ahead(
+    config: ModelConfig, batch: int, context: int, plan: Plan, capacity: int | None = None
+) -> Callable[..., Rows]:
     """The program of `measure`, compiled from shapes alone."""
+    return lower_ahead(config, batch, context, plan, capacity).compile()
+
+
+def lower_ahead(config: ModelConfig, batch: int, context: int, plan: Plan, capacity: int | None = None) -> Any:
+    """It lowered, which takes Python's lock; compiling it does not."""
     params = abstract_params(config)
-    rows = jax.eval_shape(lambda params: start(config, params, batch, context, plan)[0], params)
+    rows = jax.eval_shape(lambda params: start(config, params, batch, context, plan, capacity)[0], params)
     arguments = (params, rows, Threshold(0.5), GREEDY, NO_STOPS, np.bool_(False))
-    return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan)).compile()
+    return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan))
 
 
 def split_times(one: Taken, several: Taken, many: Taken) -> BlockTime:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, mage
-from benchmarks.block_times import GREEDY, NO_STOPS
+from benchmarks.block_times import GREEDY, NO_STOPS, loudness
 from benchmarks.shapes import SHAPES, weight_bytes
 from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, draft_moment, host_kv, select
 from herald_jax import device_index as index_of
@@ -147,7 +147,8 @@ class Case:
         self.longest = longest + 64 * config.diffusion.block_length
         shape = (1, batch, config.num_kv_heads, self.capacity, config.head_dim)
         make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(config.dtype)))
-        device = DeviceKV(make(jax.random.key(1)), make(jax.random.key(2)))
+        loud = jnp.asarray(loudness(config, longest), jnp.dtype(config.dtype))
+        device = DeviceKV(make(jax.random.key(1)), make(jax.random.key(2)) * loud)
         layers = [host_kv.layer_to_host(device, None) for _ in range(config.num_layers)]
         jax.block_until_ready(layers)
         self.host = HostKV(tuple(k for k, _ in layers), tuple(v for _, v in layers))
