@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         if options.part is not None:
-            return answer_part(options, lengths, work)
+            return answer_part(options, lengths, work, until)
         if options.ablation:
             rows = run_ablation(options, lengths[0], work, until)
         elif options.finetuned:
@@ -159,17 +159,17 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     return write(options, "accuracy", rows)
 
 
-def answer_part(options: argparse.Namespace, lengths: list[int], work: Path) -> None:
+def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, until: float | None) -> None:
     """This process's share of the plans, round after round until it is done or ended.
 
     In the main table the last part has the threshold policy's rows instead, and the replays. With `--finetuned` the
-    lengths are shared out.
+    lengths are shared out, and the first model's rounds leave half of the time to the second's.
     """
     part, others = options.part, options.processes - (not options.ablation)
     few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
     if options.finetuned:
         before, after = (accuracy_parts.folder(work / name, part) for name in ("untuned", "tuned"))
-        answer_finetuned(options, lengths[part :: options.processes], before, after, None)
+        answer_finetuned(options, lengths[part :: options.processes], before, after, until)
     elif options.ablation:
         chosen = [Dense(), *ablations(herald=options.herald).values()][part::others]
         where = accuracy_parts.folder(work / "ablation", part)

@@ -62,10 +62,10 @@ def shares(chosen: Sequence[Plan], processes: int) -> list[tuple[list[Plan], boo
     """
     few: list[Plan] = [p for p in chosen if p == PAPERS or (isinstance(p, Mage) and p.selector in ("tidal", "recent"))]
     many = [p for p in chosen if p not in few]
-    aside = max(1, processes // 5) if processes > 1 else 0
-    if not aside:
+    if processes == 1:
         return [(list(chosen), True)]
-    rest = processes - aside
+    rest = min(len(many), processes - max(1, processes // 5))
+    aside = processes - rest
     return [(many[i::rest], True) for i in range(rest)] + [(few[i::aside], False) for i in range(aside)]
 
 

@@ -76,7 +76,7 @@ def test_rows() -> None:
     assert "quest/2/4k/drop" in rows
 
 
-@pytest.mark.parametrize("processes", [1, 4, 11])
+@pytest.mark.parametrize("processes", [1, 4, 12])
 def test_every_plan_has_one_process(processes: int) -> None:
     plans = accuracy_rows.plans(herald=True)
     made = accuracy_rows.shares(plans, processes)
