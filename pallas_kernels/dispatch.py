@@ -119,11 +119,8 @@ def project_heads_missing(parts: Any, dtype: Any, head_dim: int) -> str | None:
     return _two_bytes_missing("project_heads", dtype)
 
 
-def stream_matmul_missing(x: Any, w: Any, *, asked: bool = False) -> str | None:
-    """Why `stream_matmul` and `gated_matmul` have no Mosaic GPU kernel for these arguments, or None if they have.
-
-    `asked`: for it by name. Above 128 tokens nothing else takes it: it has not been timed (docs/kernels-matmul.md).
-    """
+def stream_matmul_missing(x: Any, w: Any) -> str | None:
+    """Why `stream_matmul` and `gated_matmul` have no Mosaic GPU kernel for these arguments, or None if they have."""
     tokens, depth = x.shape
     if x.dtype != w.dtype:
         return f"stream_matmul on mosaic_gpu multiplies arrays of one dtype, not {x.dtype} and {w.dtype}"
@@ -132,8 +129,6 @@ def stream_matmul_missing(x: Any, w: Any, *, asked: bool = False) -> str | None:
             f"stream_matmul on mosaic_gpu takes a multiple of 8 tokens up to 256, not {tokens}: its tiles come in "
             "groups of 8 rows, and with more tokens arithmetic and not the weights is what takes the time"
         )
-    if tokens > 128 and not asked:
-        return f"stream_matmul leaves {tokens} tokens, more than 128, to XLA unless mosaic_gpu is asked for by name"
     if depth % 64 or w.shape[-1] % (64 if w.ndim == 3 else 128):
         return (
             f"stream_matmul on mosaic_gpu has tiles of 64 rows and 128 columns of the weights (gated: 64), which "

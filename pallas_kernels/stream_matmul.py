@@ -23,7 +23,6 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, implementation: str | None = No
 
     Rounding S summands costs about what rounding their sum does: each is smaller by the square root of S.
 
-    Above 128 tokens XLA's form is the default, and the kernel runs where `implementation="mosaic_gpu"` asks for it.
     How many there are depends on the shapes, the implementation and `config` (`stream_matmul_mosaic.MatmulConfig`,
     above 128 tokens `stream_matmul_wide.WideConfig`), and never on values: the same program gives the same bits.
 
@@ -47,8 +46,7 @@ def gated_matmul(x: jax.Array, w: jax.Array, *, implementation: str | None = Non
 
 
 def _run(x: jax.Array, w: jax.Array, plain: Any, implementation: str | None, config: Any) -> jax.Array:
-    asked = implementation is not None
-    chosen = dispatch.select(implementation, lambda: dispatch.stream_matmul_missing(x, w, asked=asked))
+    chosen = dispatch.select(implementation, lambda: dispatch.stream_matmul_missing(x, w))
     if chosen == "xla":
         return plain(x, w, splits=1)
     # Mosaic GPU is imported only where a kernel is built.

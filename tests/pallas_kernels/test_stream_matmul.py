@@ -50,18 +50,11 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_has_no_kernel(case):
     x, w, sentence = REFUSALS[case]
-    why = dispatch.stream_matmul_missing(x, w, asked=True)
+    why = dispatch.stream_matmul_missing(x, w)
     assert why is not None
     assert sentence in why
     with pytest.raises(NotImplementedError):
         jax.eval_shape(functools.partial(stream_matmul, implementation="mosaic_gpu"), x, w)
-
-
-def test_more_than_128_tokens_have_a_kernel_by_name_only():
-    x, w = OF((136, 64), HALF), OF((64, 128), HALF)
-    assert "leaves 136 tokens, more than 128, to XLA" in (dispatch.stream_matmul_missing(x, w) or "")
-    assert dispatch.stream_matmul_missing(x, w, asked=True) is None
-    assert dispatch.stream_matmul_missing(OF((128, 64), HALF), w) is None
 
 
 def lower_for_h100(f, *arguments):
@@ -115,16 +108,13 @@ def test_chosen_cuts_fit(tokens, gated, depth, columns):
 @needs_mosaic
 @pytest.mark.parametrize("tokens", [32, 72, 136, 256])
 def test_lowers_for_an_h100(tokens):
-    """With the tiles of real layers; up to 128 tokens by default, and the plain form leaves as many partial sums."""
+    """With the tiles of real layers; and the plain form leaves as many partial sums."""
 
-    def both(x, w, gates, implementation=None):
-        return tuple(f(x, y, implementation=implementation) for f, y in ((stream_matmul, w), (gated_matmul, gates)))
+    def both(x, w, gates):
+        return stream_matmul(x, w), gated_matmul(x, gates)
 
     shapes = OF((tokens, 4096), HALF), OF((4096, 6144), HALF), OF((4096, 2, 12288), HALF)
     text = lower_for_h100(both, *shapes)
-    if tokens > 128:
-        assert "mosaic_gpu" not in text
-        text = lower_for_h100(functools.partial(both, implementation="mosaic_gpu"), *shapes)
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2
     splits = {32: 5, 72: 2, 136: 4, 256: 4}[tokens]
     assert f"tensor<{splits}x{tokens}x6144xbf16>" in text
