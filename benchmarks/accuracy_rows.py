@@ -214,6 +214,9 @@ def accuracy_rows(table: Table, chosen: list[Plan], lengths: list[int]) -> list[
     sets = [f"{task}/{length}" for task in TASKS for length in lengths]
     drops = {name_of(n): 100 * table.score(five, f"common_words/{n}")["drop"] for n in lengths}
     add("mage/5/aggregation/drop", max(drops.values()), "points", drops)
+    replays = {name: row["replay_agreement"] for name in sets if "replay_agreement" in (row := table.score(five, name))}
+    if replays:
+        add("mage/5/replay_agreement", 100 * sum(replays.values()) / len(replays), "%", {"by_task": replays})
     for id, plan in (("mage/5/recall", five), ("mage/512/recall", PAPERS)):
         found = {name: table.score(plan, name) for name in sets if (describe(plan), name) in table.rows}
         measured = [row for row in found.values() if row["recall"] is not None]

@@ -311,6 +311,9 @@ def _run(args: argparse.Namespace) -> None:
         step, state, source, steps=args.steps, mesh=mesh, directory=directory, save_every=args.save_every,
         rate=lambda n: training.warmup_cosine(n, args.steps, peak=peak, warmup=args.warmup),
     )  # fmt: skip
+    counted = jax.local_devices()[0].memory_stats() or {}  # None on a CPU
+    if "peak_bytes_in_use" in counted:
+        print(f"most memory in use on a device: {counted['peak_bytes_in_use'] / 2**30:.2f} GiB", file=sys.stderr)
     if frozen is None:
         dtype = jnp.dtype(config.dtype)
         params = unflatten({path: leaf.astype(dtype) for path, leaf in flatten(state.trained).items()})

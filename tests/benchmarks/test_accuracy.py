@@ -36,6 +36,8 @@ def table_of(score: Any) -> accuracy_rows.Table:
                 row |= {"group": str(length), "samples": 10, "steps_per_block": 3.0 if isinstance(plan, Mage) else 2.0}
                 row |= {"drop": dense[task] - value, "drop_low": 0.0, "drop_high": 1.0}
                 row |= {"recall": 0.9 if getattr(plan, "measure", False) else None, "mass_kept": 0.8}
+                if plan == accuracy_rows.mage(0.05, measure=True):
+                    row["replay_agreement"] = 1.0 if length == 4096 else 0.9
                 rows.append(row)
     return accuracy_rows.Table({"rows": rows, "means": means}, answers)
 
@@ -61,6 +63,7 @@ def test_rows() -> None:
     assert rows["mage/5/4k/drop"]["detail"]["high"] == pytest.approx(9)
     assert rows["mage/5/4k/drop"]["detail"]["steps_per_block"] == pytest.approx(3)
     assert rows["herald/10/8k/drop"]["value"] == pytest.approx(90 - (70 - 1))
+    assert rows["mage/5/replay_agreement"]["value"] == pytest.approx(95)
     margin = rows["mage/worst_margin_over_baselines"]
     assert margin["value"] == pytest.approx(10)
     assert margin["detail"]["samples"] == 2
