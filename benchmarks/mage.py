@@ -119,7 +119,7 @@ def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> i
     slots = capacity_for(end + block) + select.selected_capacity(plan, end) + block
     params = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values())
     heads, layers = config.num_kv_heads, config.num_layers - plan.dense_layers
-    scores = 4 * batch * heads * capacity_for(end + block) * layers
+    scores = 4 * batch * heads * capacity_for(end + block) * layers // (plan.page if select.in_pages(plan) else 1)
     of_block = batch * block * config.num_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     # What a selection leaves out is kept as two arrays like the queries of all layers, and made from others like them.
     return params + batch * slots * config.kv_bytes_per_token + scores + 6 * config.num_layers * of_block
@@ -279,6 +279,7 @@ class Run:
             "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
             "dense_call_ms": dense.call * 1e3, "sparse_call_ms": sparse.call * 1e3,
             "dense_floor_ms": floors[0] * 1e3, "sparse_floor_ms": floors[1] * 1e3,
+            "dense_layers": plan.dense_layers, "page": plan.page,
         }  # fmt: skip
         self.add(f"sparse_step/{where}/over_floor", sparse.later / floors[1], detail)
         self.add(f"step_speedup/{where}", dense.later / sparse.later, detail)
