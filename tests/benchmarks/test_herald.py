@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from benchmarks import common, herald, herald_mesh
+from benchmarks import common, herald, herald_case, herald_mesh, herald_plot
 from benchmarks.shapes import SHAPES
 from tests.herald_jax import tiny
 
@@ -21,8 +21,9 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         shapes="tiny",
         contexts="1",
         throughput="1",
-        rows=2,
+        rows=2 / 64,
         budgets="0.05",
+        selectors="cpu,index",
         cap=1.503,
         over_cap=2,
         blocks=1,
@@ -33,7 +34,9 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     rows = {row["id"]: row for row in json.loads(path.read_text())["rows"]}
     promised = {
         "latency/longest/speedup",
+        "latency/longest/cpu",
         "latency/all/worst_speedup",
+        "latency/all/worst_cpu",
         "throughput/1k/steps32/cpu",
         "throughput/1k/steps32/best",
         "throughput/1k/steps10/best",
@@ -42,11 +45,24 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         "context_over_cap/tokens",
     }
     assert promised <= rows.keys()
+    for best, cpu in (("speedup", "cpu"), ("worst_speedup", "worst_cpu")):
+        part = "all" if best.startswith("worst") else "longest"
+        assert rows[f"latency/{part}/{best}"]["value"] >= rows[f"latency/{part}/{cpu}"]["value"]
+    assert rows["latency/longest/speedup"]["detail"]["selector"] in ("cpu", "index")
     case = rows["throughput_case/tiny/1k/steps32/0.05/index"]["detail"]
     assert case["index_bytes"] > 0
-    assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald.host_slots(small, 1024)
+    assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald_case.host_slots(small, 1024)
     assert rows["context_over_cap/tokens"]["value"] == 2048
     assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
+    plot = tmp_path / "img" / "speedup.png"
+    herald_plot.draw(list(rows.values()), plot, "tiny")
+    assert plot.stat().st_size > 10_000
+    assert herald_plot.points(list(rows.values()), "tiny", "0.05")[1] == {
+        selector: {1: rows[f"throughput_case/tiny/1k/steps32/0.05/{selector}"]["value"]}
+        for selector in ("cpu", "index")
+    }
+    with pytest.raises(SystemExit, match=r"no rows of sdar8b at budget 0\.05; run python -m benchmarks.herald first"):
+        herald_plot.draw(list(rows.values()), plot)
     assert common.row("latency/longest/speedup", 1.6, "x", goal=herald.GOALS["latency/longest/speedup"])["met"]
 
 
@@ -69,9 +85,10 @@ def test_a_case_that_the_host_may_not_hold_is_left_out(tmp_path, monkeypatch) ->
     monkeypatch.setitem(SHAPES, "tiny", tiny.FORMS["sdar"])
     monkeypatch.setattr(herald.host_kv, "available", lambda: 10**6)
     options = argparse.Namespace(
-        shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", cap=1.5, over_cap=0, blocks=1, out=tmp_path
-    )
-    with pytest.raises(SystemExit, match=r"error: left out: 2 x 1024 tokens need .* GB of host memory, .* run this"):
+        shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", selectors="cpu", cap=1.5, over_cap=0,
+        blocks=1, out=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match=r"error: left out: 128 x 1024 tokens need .* GB of host memory, .* run this"):
         herald.main(options)
 
 
