@@ -21,6 +21,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.fused_rows import add_norm, project_heads
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
+# Of a mixture of experts, whose steps stay bound by memory for longer. Prefill goes by more rows at a time.
+_MOST_ROWS = 1024
+
 
 class Stream(NamedTuple):
     """The residual stream `[R, E]` and what the last sublayer adds to it, as partial sums `[S, R, E]`. R = B * T."""
@@ -47,11 +50,11 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     weights = [of((c.hidden_size, width)), of((c.num_heads * c.head_dim, c.hidden_size))]
     if not (c.moe is not None and all(c.is_moe_layer(i) for i in range(c.num_layers))):
         weights += [of((c.hidden_size, 2, c.intermediate_size)), of((c.intermediate_size, c.hidden_size))]
-    if rotated != c.head_dim:
-        return "project_heads rotates whole heads"
     reasons = [dispatch.stream_matmul_missing(of((rows, w.shape[0])), w) for w in weights]
+    if c.moe is not None and 256 < rows <= _MOST_ROWS:
+        reasons = []  # matmuls are XLA's, and what lies between them is still worth its kernels
     reasons += [
-        dispatch.project_heads_missing(None, c.dtype, c.head_dim),
+        dispatch.project_heads_missing(None, c.dtype, c.head_dim, rotated),
         dispatch.add_norm_missing(of((rows, c.hidden_size)), None),
     ]
     return next((reason for reason in reasons if reason), None)
@@ -89,8 +92,9 @@ def streamed_layer(
     by_row = (angles[0].reshape(rows, -1), angles[1].reshape(rows, -1))
     into = attend.destination(number, tokens, cache) if hasattr(attend, "destination") else None
     q, k, v = project_heads(
-        stream_matmul(y, qkv), bias, q_scale, k_scale, by_row, group=group, eps=norm.eps, dtype=x.dtype, into=into
-    )
+        stream_matmul(y, qkv), bias, q_scale, k_scale, by_row,
+        group=group, eps=norm.eps, dtype=x.dtype, head_dim=out.shape[2], into=into,
+    )  # fmt: skip
     q = q.reshape(batch, tokens, *q.shape[1:])
     if into is None:
         k, v = (x.reshape(batch, tokens, *x.shape[1:]) for x in (k, v))

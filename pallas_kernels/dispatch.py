@@ -110,12 +110,14 @@ def add_norm_missing(x: Any, parts: Any) -> str | None:
     return _two_bytes_missing("add_norm", x.dtype)
 
 
-def project_heads_missing(parts: Any, dtype: Any, head_dim: int) -> str | None:
+def project_heads_missing(parts: Any, dtype: Any, head_dim: int, rotated: int) -> str | None:
     """Why `project_heads` has no Mosaic GPU kernel for these arguments, or None if it has."""
     if parts is not None and jnp.dtype(parts.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(dtype)):
         return f"project_heads on mosaic_gpu adds float32 or {jnp.dtype(dtype)}, not {parts.dtype}"
     if head_dim not in (64, 128):
         return f"project_heads on mosaic_gpu shares a head among 16 or 32 threads: head dim 64 or 128, not {head_dim}"
+    if rotated not in (8, 16, 32, 64, 128):
+        return f"project_heads on mosaic_gpu turns 8, 16, 32, 64 or 128 numbers of a head, not {rotated}"
     return _two_bytes_missing("project_heads", dtype)
 
 

@@ -72,6 +72,7 @@ def project_heads(
     group: int,
     eps: float,
     dtype: Any,
+    head_dim: int | None = None,
     into: Destination | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -81,10 +82,11 @@ def project_heads(
       parts: `[S, R, K * (G + 2) * D]`, float32 or of `dtype`: per KV head its G query heads, its key, its value head.
       bias: `[K * (G + 2) * D]` of `dtype`, or None.
       q_scale, k_scale: `[D]` of `dtype`: RMS norm of each query and key head; both None for none.
-      angles: cos and sin of the rotary embedding, f32 `[R, D // 2]` each.
+      angles: cos and sin of the rotary embedding, f32 `[R, D' // 2]` each, of a head's leading D' numbers.
       group: G.
       eps: added to the mean square.
       dtype: of the result.
+      head_dim: D, where it is not D'.
       into: caches (of `dtype`) to write K and V to, in place under jit; rows are then `[B, T]` flattened.
       implementation: `"xla"`, `"mosaic_gpu"` or None for the fastest that runs here.
 
@@ -94,14 +96,17 @@ def project_heads(
     Raises:
       ValueError, NotImplementedError: as `add_norm` does.
     """
-    dim = 2 * angles[0].shape[-1]
+    rotated = 2 * angles[0].shape[-1]
+    dim = rotated if head_dim is None else head_dim
     if parts.ndim != 3 or parts.shape[-1] % ((group + 2) * dim) or angles[0].shape[0] != parts.shape[1]:
         raise ValueError(
-            f"project_heads takes parts [S, R, K * {group + 2} * {dim}] and angles [R, {dim // 2}], "
+            f"project_heads takes parts [S, R, K * {group + 2} * {dim}] and angles [R, {rotated // 2}], "
             f"not {list(parts.shape)} and {list(angles[0].shape)}"
         )
-    chosen = dispatch.select(implementation, lambda: dispatch.project_heads_missing(parts, dtype, dim))
-    options = {"group": group, "eps": eps, "dtype": jnp.dtype(dtype)}
+    if rotated > dim:
+        raise ValueError(f"project_heads was given angles for {rotated} numbers of a head of {dim}")
+    chosen = dispatch.select(implementation, lambda: dispatch.project_heads_missing(parts, dtype, dim, rotated))
+    options = {"group": group, "eps": eps, "dtype": jnp.dtype(dtype), "dim": dim}
 
     def kernel(*args: Any) -> Any:
         return fused_rows_kernel.project_heads(*args[:-1], into=args[-1], **options)
@@ -112,9 +117,10 @@ def project_heads(
 
 
 def _project_heads_plain(
-    parts: Any, bias: Any, q_scale: Any, k_scale: Any, angles: Any, into: Any, *, group: int, eps: float, dtype: Any
-) -> Any:
-    dim = 2 * angles[0].shape[-1]
+    parts: Any, bias: Any, q_scale: Any, k_scale: Any, angles: Any, into: Any, *, group: int, eps: float, dtype: Any,
+    dim: int,
+) -> Any:  # fmt: skip
+    rotated = 2 * angles[0].shape[-1]
     qkv = jnp.sum(parts.astype(jnp.float32), axis=0).astype(dtype)
     if bias is not None:
         qkv = qkv + bias[None]
@@ -125,8 +131,9 @@ def _project_heads_plain(
 
     def rotate(x: jax.Array) -> jax.Array:
         cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 2), a.shape[1]) for a in angles)
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(dtype)
+        a, b = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
+        turned = [a * cos - b * sin, b * cos + a * sin]
+        return jnp.concatenate([*(part.astype(dtype) for part in turned), x[..., rotated:]], axis=-1)
 
     q, k = rotate(q), rotate(k)
     if into is None:

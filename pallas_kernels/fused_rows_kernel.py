@@ -157,18 +157,18 @@ def project_heads(
     group: int,
     eps: float,
     dtype: Any,
+    dim: int,
     into: Destination | None = None,
     launch: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`fused_rows.project_heads`: parts `[S, R, K * (G + 2) * D]`, angles f32 `[R, D // 2]` each; q `[R, K, G, D]`."""
+    """`fused_rows.project_heads`: parts `[S, R, K * (G + 2) * D]`, angles f32 `[R, D' // 2]` each; q `[R, K, G, D]`."""
     cos, sin = angles
     splits, rows, width = parts.shape
     half = cos.shape[-1]
-    dim = 2 * half
     per_kv = group + 2
     heads = width // dim
     kv_heads = heads // per_kv
-    lanes_per_head = dim // 4
+    lanes_per_head, lanes_turned = dim // 4, half // 2
     threads = 256
     inputs = [parts, cos, sin]
     inputs += [bias] if bias is not None else []
@@ -186,7 +186,7 @@ def project_heads(
         kv, member = number // per_kv, number % per_kv
         at = row * width + number * dim + piece * 4
         loaded = [_load_reals(lanes, parts_ref, at + s * rows * width, 4, parts.dtype, inside) for s in range(splits)]
-        angle = row * half + (piece % (lanes_per_head // 2)) * 4
+        angle = row * half + (piece % (lanes_turned // 2)) * 4
         cosines = _load_reals(lanes, cos_ref, angle, 4, jnp.float32, inside)
         sines = _load_reals(lanes, sin_ref, angle, 4, jnp.float32, inside)
         extra = None if bias is None else _load_reals(lanes, bias_ref, number * dim + piece * 4, 4, dtype, inside)
@@ -209,15 +209,18 @@ def project_heads(
             values = _round(lanes, [value * factor for value in values], dtype)
             by = [lanes.real(lanes.where(is_q, lanes.bits(a), lanes.bits(b))) for a, b in zip(q_by, k_by, strict=True)]
             values = _round(lanes, [value * b for value, b in zip(values, by, strict=True)], dtype)
-        # The other half of the head is half its lanes away.
+        # The other half of what is turned is half its lanes away.
         lane = lanes.thread & (WARP - 1)
-        others = [lanes.real(lanes.shuffle(lanes.bits(v), lane ^ (lanes_per_head // 2))) for v in values]
-        first = piece < lanes_per_head // 2
+        others = [lanes.real(lanes.shuffle(lanes.bits(v), lane ^ (lanes_turned // 2))) for v in values]
+        first = piece < lanes_turned // 2
         turned = []
         for value, other, c, s in zip(values, others, cosines, sines, strict=True):
             product = lanes.bits(other * s)
             product = lanes.where(first, product ^ 0x80000000, product)
-            turned.append(value * c + lanes.real(product))
+            number = value * c + lanes.real(product)
+            if lanes_turned < lanes_per_head:
+                number = lanes.real(lanes.where(piece < lanes_turned, lanes.bits(number), lanes.bits(value)))
+            turned.append(number)
         packed = [lanes.where(is_v, a, b) for a, b in zip(plain, _pack(lanes, turned, dtype), strict=True)]
         q_out = ((row * kv_heads + kv) * group + member) * dim + piece * 4
         if into is None:

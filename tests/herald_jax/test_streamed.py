@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import GenerateConfig, Mage, Threshold
+from herald_jax import GenerateConfig, Mage, ModelConfig, Threshold
 from herald_jax import model as model_file
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.model import bind
 from tests.herald_jax import tiny
+from tests.herald_jax.test_moe import MOE
 
 
 @pytest.fixture
@@ -47,9 +48,10 @@ def test_same_tokens_under_mage(streamed: list[bool]) -> None:
     assert len(streamed) > 1
 
 
-def test_same_hidden_states_and_cache(streamed: list[bool]) -> None:
-    """Per-head norms and no biases; rows that end at different places, some of whose positions are not written."""
-    config = tiny.SDAR
+@pytest.mark.parametrize("config", [tiny.SDAR, MOE], ids=["dense", "experts"])
+def test_same_hidden_states_and_cache(streamed: list[bool], config: ModelConfig) -> None:
+    """Per-head norms and no biases; rows that end at different places, some of whose positions are not written. With
+    experts: a first layer without them, and half of each head rotated."""
     params = tiny.params(config)
     tokens = jnp.asarray(tiny.prompts((4, 4)))
     start, keep = jnp.asarray([5, 0]), jnp.asarray([[True, True, False, True], [False, True, True, True]])

@@ -31,14 +31,18 @@ def test_add_norm_kernel_in_numpy(size, splits, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "splits", "bias", "norm", "dtype", "cached"),
-    [(128, 3, 2, False, True, "bfloat16", True), (64, 1, 1, True, False, "float16", False)],
+    ("dim", "turned", "group", "splits", "bias", "norm", "dtype", "cached"),
+    [
+        (128, 128, 3, 2, False, True, "bfloat16", True),
+        (64, 64, 1, 1, True, False, "float16", False),
+        (128, 64, 2, 1, False, True, "bfloat16", False),
+    ],
 )
-def test_project_heads_kernel_in_numpy(dim, group, splits, bias, norm, dtype, cached):
+def test_project_heads_kernel_in_numpy(dim, turned, group, splits, bias, norm, dtype, cached):
     rng = np.random.default_rng(dim)
     rows, width = 6, 2 * (group + 2) * dim
     (parts,) = arrays(rng, (splits, rows, width), dtype=jnp.float32)
-    cos, sin = arrays(rng, (rows, dim // 2), (rows, dim // 2), dtype=jnp.float32)
+    cos, sin = arrays(rng, (rows, turned // 2), (rows, turned // 2), dtype=jnp.float32)
     extra, q_scale, k_scale = arrays(rng, (width,), (dim,), (dim,), dtype=dtype)
     args = (parts, extra if bias else None, q_scale if norm else None, k_scale if norm else None, (cos, sin))
     options = {"group": group, "eps": 1e-6, "dtype": jnp.dtype(dtype)}
@@ -46,8 +50,8 @@ def test_project_heads_kernel_in_numpy(dim, group, splits, bias, norm, dtype, ca
         caches = arrays(rng, *[(3, 2, 2, 16, dim)] * 2, dtype=dtype)
         keep = jnp.asarray([[True, True, False], [False, True, True]])
         options["into"] = fused_rows.Destination(*caches, jnp.int32(2), jnp.asarray([4, 9], jnp.int32), 3, keep)
-    got = fused_rows_kernel.project_heads(*args, **options, launch=lanes_numpy.launch)
-    wanted = fused_rows.project_heads(*args, **options, implementation="xla")
+    got = fused_rows_kernel.project_heads(*args, **options, dim=dim, launch=lanes_numpy.launch)
+    wanted = fused_rows.project_heads(*args, **options, head_dim=dim, implementation="xla")
     assert [x.shape for x in wanted] == [(rows, 2, group, dim)] + [(3, 2, 2, 16, dim) if cached else (rows, 2, dim)] * 2
     # One rounding of a number that is then turned: a unit of the largest, not of each.
     for g, w in zip(got, wanted, strict=True):
