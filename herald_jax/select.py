@@ -139,7 +139,7 @@ def pick_pages(
     chosen = select_topk(mean, most, -(-capacity // size) + 1, lengths=-(-end // size), implementation=implementation)
     some = chosen >= 0
     at = jnp.maximum(chosen, 0)
-    rank = jnp.take_along_axis(mean, at, axis=-1)
+    rank = _along(mean, at)
     # Equals as `select_topk` has them: -0.0 and subnormal numbers are 0.
     rank = jnp.where(jnp.abs(rank) < jnp.finfo(jnp.float32).tiny, 0.0, rank)
     own = jnp.where(some, jnp.clip(end[..., None] - at * size, 0, size), 0)
@@ -171,11 +171,17 @@ def pick_pages(
     entry = slot + jnp.where(slot >= start, missing, 0)
     entry += jnp.where(entry >= other, others, 0)
     page = entry // size
-    found = jnp.take_along_axis(chosen, jnp.minimum(page, chosen.shape[-1] - 1), axis=-1)
+    found = _along(chosen, jnp.minimum(page, chosen.shape[-1] - 1))
     valid = (slot < wanted[..., None]) & (page < chosen.shape[-1]) & (found >= 0)
     index = found * size + entry % size
     # The page that the prefix ends in is the last of the list.
     return jnp.where(valid & (index < end[..., None]), index, -1)
+
+
+def _along(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x[..., index[...]]` over the last axis. (`take_along_axis` writes out where every element is, axis by axis.)"""
+    found = jax.vmap(lambda x, index: x[index])(*(a.reshape(-1, a.shape[-1]) for a in (x, index)))
+    return found.reshape(index.shape)
 
 
 def page_bounds(plan: Mage, q: jax.Array, k: jax.Array, rows: jax.Array, prefix: jax.Array) -> jax.Array:
