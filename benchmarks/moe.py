@@ -1,42 +1,37 @@
 """`python -m benchmarks.moe`: mixtures of experts, milliseconds per denoising step beside the floor, and the plans.
 
-Random weights in real shapes, bfloat16, blocks of 32, a cache of random K and V (`benchmarks.mage`). A step is one
-forward over a block of random tokens, so that its tokens go their own ways, head and argmax included; steps run in one
-jitted loop. The floor is the bytes a step must read over the measured copy bandwidth: the experts that its tokens
-actually chose, counted in a run of their own, every other weight and the cache once.
+Random weights in real shapes, bfloat16, blocks of 32, a cache of random K and V. A step is one forward over a block of
+random tokens, so that its tokens go their own ways, head and argmax included; steps run in one jitted loop. The floor
+is the bytes a step must read over the measured copy bandwidth: the experts that its tokens actually chose, counted in a
+run of their own, every other weight and the cache once.
 
 Also: the grouped kernel against `jax.lax.ragged_dot` for one layer; MAGE's later steps against dense ones; and HERALD's
-throughput against the dense plan's where both may use the same amount of device memory. `--side-by-side` compiles the
-parts at the same time, in a process each (`benchmarks.turns`).
+throughput against the dense plan's under one cap on device memory (`benchmarks.moe_herald`). In these blocks are masks
+at first, which are routed apart by what they attend to (`benchmarks.block_times.loudness`).
+
+The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote. HERALD's is always a
+process of its own, for which the cap holds. `--side-by-side` runs each part in a process: they compile at the same time
+and measure one after the other (`benchmarks.turns`).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import common, herald
-from benchmarks.block_times import GREEDY, abstract_params, compile_ahead, measure, random_cache
+from benchmarks import common, moe_herald
+from benchmarks.block_times import lower_ahead, measure
 from benchmarks.mage import bytes_needed
-from benchmarks.shapes import SHAPES, step_weight_bytes
+from benchmarks.moe_steps import Steps, Touched, step_bytes
+from benchmarks.shapes import SHAPES
 from benchmarks.turns import Turns, run_side_by_side
-from herald_jax import Dense, Herald, Mage, ModelConfig, moe
-from herald_jax.cache import DenseAttend, DeviceKV
-from herald_jax.denoise import predict
-from herald_jax.generate import capacity_for
-from herald_jax.model import Params, bind, init_params
-from pallas_kernels.grouped import grouped_mlp
+from herald_jax import Dense, Mage, ModelConfig
+from herald_jax.model import Params, init_params
 
 GOALS = {
     "step/llada2_mini/4k/b1/over_floor": "<=1.6",
@@ -44,178 +39,15 @@ GOALS = {
     "mage/llada2_mini/64k/step_speedup": ">=1.5",
     "herald/llada2_mini/64k/throughput": ">=2",
 }
+PARTS = ("steps", "mage", "herald")
 
 
 def parameters(config: ModelConfig) -> Params:
     """Random weights; embeddings of unit variance, so that tokens differ enough to be routed apart."""
     params = init_params(config, jax.random.key(0))
-    scale = jax.jit(lambda x: x * 50, donate_argnums=0)
-    params["embed"]["embedding"] = scale(params["embed"]["embedding"])
+    table = params["embed"]["embedding"]
+    params["embed"]["embedding"] = jax.jit(lambda x: x * (1 / 0.02), donate_argnums=0)(table)
     return params
-
-
-@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames="cache")
-def _steps(
-    config: ModelConfig, params: Params, cache: DeviceKV, length: jax.Array, key: jax.Array, *, steps: int
-) -> tuple[DeviceKV, jax.Array]:
-    """`steps` denoising forwards over blocks of random tokens behind `length` i32[B] entries, and their predictions."""
-    model, block = bind(config, params), config.diffusion.block_length
-    batch = length.shape[0]
-    positions = length[:, None] + jnp.arange(block)[None, :]
-
-    def body(index: jax.Array, state: tuple[DeviceKV, jax.Array]) -> tuple[DeviceKV, jax.Array]:
-        cache, last = state
-        drawn = jax.random.randint(jax.random.fold_in(key, index), (batch, block), 0, config.vocab_size)
-        tokens = jnp.where(jnp.arange(block)[None, :] % 8 == 0, last, drawn)  # a step waits for the one before
-        hidden, cache = model(tokens, positions, DenseAttend(length, (length + block)[:, None]), cache)
-        return cache, predict(hidden, model.head_kernel(), GREEDY, implementation=None).token
-
-    return jax.lax.fori_loop(0, steps, body, (cache, jnp.zeros((batch, block), jnp.int32)))
-
-
-@contextmanager
-def counting(block: int) -> Iterator[list[int]]:
-    """Programs traced inside collect how many experts each layer of each forward over blocks touches."""
-    counts: list[int] = []
-    original = moe.route
-
-    def route(logits: jax.Array, config: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
-        weights, experts = original(logits, config, *args)
-        if logits.shape[1] == block:
-            jax.debug.callback(lambda chosen: counts.append(len(np.unique(chosen))), experts)
-        return weights, experts
-
-    jax.clear_caches()
-    moe.route = route  # type: ignore[assignment]
-    try:
-        yield counts
-    finally:
-        moe.route = original
-        jax.clear_caches()
-
-
-def _start(config: ModelConfig, batch: int, context: int, capacity: int) -> tuple[DeviceKV, jax.Array, jax.Array]:
-    return random_cache(config, batch, capacity), jnp.full((batch,), context, jnp.int32), jax.random.key(1)
-
-
-class Steps:
-    """The programs of one shape and batch, with room for the longest context: one counts experts, one is timed.
-
-    They are lowered here and compiled in threads of `pool`, for which their first use waits.
-    """
-
-    def __init__(self, config: ModelConfig, batch: int, longest: int, steps: int, pool: Executor):
-        self.config, self.batch, self.steps = config, batch, steps
-        self.capacity = capacity_for(longest + config.diffusion.block_length)
-        with counting(config.diffusion.block_length) as self._counts:
-            self._counting = pool.submit(self._lowered(4).compile)
-        self._timed = pool.submit(self._lowered(steps).compile)
-
-    def wait(self) -> None:
-        """Until both are compiled."""
-        self._counting.result()
-        self._timed.result()
-
-    def _lowered(self, steps: int) -> Any:
-        start = jax.eval_shape(functools.partial(_start, self.config, self.batch, 0, self.capacity))
-        return _steps.lower(self.config, abstract_params(self.config), *start, steps=steps)
-
-    def touched(self, params: Params, context: int) -> float:
-        """How many experts of a layer a step touches on average."""
-        self._counts.clear()
-        jax.block_until_ready(self._counting.result()(params, *_start(self.config, self.batch, context, self.capacity)))
-        jax.effects_barrier()
-        return float(np.mean(self._counts))
-
-    def seconds(self, params: Params, contexts: Sequence[int]) -> dict[int, float]:
-        """Seconds per step at each context."""
-        cache, _, key = _start(self.config, self.batch, 0, self.capacity)
-        timed, found = self._timed.result(), {}
-        for context in contexts:
-            length, state = jnp.full((self.batch,), context, jnp.int32), [cache]
-
-            def run(length=length, state=state) -> jax.Array:
-                state[0], tokens = timed(params, state[0], length, key)
-                return tokens
-
-            found[context] = common.wall_time(run, [()], repeats=3) / self.steps
-            cache = state[0]
-        return found
-
-
-def expert_bytes(config: ModelConfig) -> int:
-    """Bytes of one expert."""
-    assert config.moe is not None
-    return 3 * config.hidden_size * config.moe.intermediate_size * jnp.dtype(config.dtype).itemsize
-
-
-def step_bytes(config: ModelConfig, touched: float, batch: int, context: int) -> float:
-    """What a step must read when each expert layer touches `touched` experts."""
-    assert config.moe is not None
-    layers = config.num_layers - config.moe.first_dense_layers
-    rest = step_weight_bytes(config) - layers * config.moe.num_experts * expert_bytes(config)
-    return rest + layers * touched * expert_bytes(config) + batch * context * config.kv_bytes_per_token
-
-
-def expert_row(name: str, batch: int, params: Params) -> dict[str, Any]:
-    """One layer's experts: the grouped kernel against XLA's form, on a block of random tokens per row."""
-    config = SHAPES[name]
-    assert config.moe is not None
-    tokens = batch * config.diffusion.block_length
-    layer = params["layers"][str(config.num_layers - 1)]["mlp"]["experts"]
-    x = jax.random.normal(jax.random.key(2), (tokens, config.hidden_size), jnp.dtype(config.dtype))
-    scores = jax.random.uniform(jax.random.key(3), (tokens, config.moe.num_experts))
-    chosen = jax.lax.top_k(scores, config.moe.experts_per_token)[1]
-    taken, results = {}, {}
-    for form, implementation in (("grouped", None), ("ragged_dot", "xla")):
-        fn = jax.jit(functools.partial(grouped_mlp, implementation=implementation))
-        arguments = (x, chosen, layer["gate_up"], layer["down"])
-        results[form] = fn(*arguments)
-        taken[form] = common.device_time(fn, [arguments], repeats=5)
-    touched = len(np.unique(chosen))
-    detail = {
-        "grouped_us": taken["grouped"].us,
-        "ragged_dot_us": taken["ragged_dot"].us,
-        "touched": touched,
-        "bytes": touched * expert_bytes(config),
-        "error": common.rms_error(results["grouped"], results["ragged_dot"]),
-    }
-    ratio = taken["ragged_dot"].seconds / taken["grouped"].seconds
-    return common.row(f"experts/{name}/b{batch}/vs_ragged_dot", ratio, "x", detail=detail)
-
-
-def fits(config: ModelConfig, batch: int, context: int, cap: float) -> bool:
-    """Whether weights and the dense plan's cache leave a tenth of `cap` bytes free."""
-    embedding = config.vocab_size * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    kv = batch * (context + 128) * config.kv_bytes_per_token  # not a slot in vain
-    return step_weight_bytes(config) + embedding + kv < 0.9 * cap
-
-
-def herald_row(name: str, context: int, cap: float, batch: int, params: Params) -> dict[str, Any]:
-    """Tokens a second of HERALD with `batch` rows over those of the dense plan with as many rows as `cap` allows.
-
-    Both at 8 steps a block and from caches of random K and V.
-    """
-    config, plan = SHAPES[name], Herald()
-    dense_batch = max((b for b in range(1, batch + 1) if fits(config, b, context, cap)), default=0)
-    if dense_batch == 0:
-        raise SystemExit(f"{name} with one row of {context} tokens does not fit the cap of {cap / 1e9:.0f} GB")
-    block = config.diffusion.block_length
-    dense = dense_batch * block / herald.dense(config, params, dense_batch, [context])[context].block(8)
-    common.stage(f"{name}: dense plan measured under the cap")
-    got = herald.Case(config, params, batch, context).measure(plan, context, 8, 3)
-    rate, kept = batch * block / got["block"], got["stats"]
-    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
-    held = weights + kept.pool_bytes + kept.dense_bytes + kept.index_bytes
-    if held > 0.9 * cap:
-        raise SystemExit(f"HERALD with {batch} rows holds {held / 1e9:.1f} GB, too close to the cap: take fewer rows")
-    detail = {
-        "cap_gb": cap / 1e9, "dense_rows": dense_batch, "herald_rows": batch, "dense_tokens_per_s": dense,
-        "herald_tokens_per_s": rate, "herald_device_gb": held / 1e9, "host_gb": kept.host_bytes / 1e9,
-        "exposed": got["exposed"], "scan_ms": got["scan"] * 1e3, "block_ms": got["block"] * 1e3,
-    }  # fmt: skip
-    id = f"herald/{name}/{context // 1024}k/throughput"
-    return common.row(id, rate / dense, "x", goal=GOALS.get(id), detail=detail)
 
 
 class Run:
@@ -236,11 +68,12 @@ class Run:
         getattr(self, part)(name)
         common.stage(f"{name} {part}: done")
 
-    def _load(self, name: str, batch: int, context: int) -> Params:
-        self.turns.begin_measuring(bytes_needed(SHAPES[name], batch, context, Mage()))
+    def _load(self, name: str, nbytes: float) -> Params:
+        """The weights, when this process may measure; `nbytes` is what all of the part holds."""
+        self.turns.begin_measuring(nbytes)
         if self.loaded != name:
             self.params = {}  # free the last model before the next is made
-            self.params, self.loaded = parameters(SHAPES[name]), name
+            self.params, self.loaded = jax.block_until_ready(parameters(SHAPES[name])), name
             common.stage(f"{name}: weights made")
         return self.params
 
@@ -248,43 +81,66 @@ class Run:
         config = SHAPES[name]
         batches = [int(batch) for batch in self.options.batches.split(",")]
         contexts = [1024 * int(thousands) for thousands in self.options.contexts.split(",")]
-        with self.turns.compiling(), ThreadPoolExecutor(3) as pool:
-            programs = {batch: Steps(config, batch, max(contexts), self.options.steps, pool) for batch in batches}
+        with self.turns.compiling(), ThreadPoolExecutor(8) as pool:
+            counter = Touched(config, max(batches), min(contexts), pool)
+            programs = {batch: Steps(name, batch, max(contexts), self.options.steps, pool) for batch in batches}
+            common.stage(f"{name} steps: lowered")
+            counter.wait()
             for program in programs.values():
                 program.wait()
             common.stage(f"{name} steps: compiled")
-        params = self._load(name, max(batches), max(contexts))
+        params = self._load(name, bytes_needed(config, max(batches), max(contexts), Mage()))
         bandwidth = common.copy_bandwidth()
+        # At one context: how many experts the tokens of a block choose hardly depends on what they attend to.
+        touched = counter.count(params, min(contexts), batches)
+        common.stage(f"{name}: experts touched {touched}")
         for batch, program in programs.items():
-            self.add(expert_row(name, batch, params))
-            # Once per batch: how many experts the tokens of a block choose hardly depends on what they attend to.
-            touched = program.touched(params, contexts[0])
+            self.add(program.expert_row(params))
             for context, seconds in program.seconds(params, contexts).items():
-                floor = step_bytes(config, touched, batch, context) / bandwidth
+                floor = step_bytes(config, touched[batch], batch, context) / bandwidth
                 id = f"step/{name}/{context // 1024}k/b{batch}/over_floor"
-                detail = {"step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "touched_experts": touched}
+                detail = {"step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "touched_experts": touched[batch]}
                 self.add(common.row(id, seconds / floor, "x", goal=GOALS.get(id), detail=detail))
+            common.stage(f"{name}: {batch} rows measured")
 
     def mage(self, name: str) -> None:
         config, context, batch = SHAPES[name], 1024 * self.options.plan_context, self.options.plan_rows
         plans = (Dense(), Mage())
-        with self.turns.compiling(), ThreadPoolExecutor(2) as pool:
-            programs = list(pool.map(lambda plan: compile_ahead(config, batch, context, plan), plans))
+        with self.turns.compiling(), ThreadPoolExecutor(3) as pool:
+            counter = Touched(config, batch, context, pool, masked=True)
+            compiling = [pool.submit(lower_ahead(config, batch, context, plan).compile) for plan in plans]
+            common.stage(f"{name} mage: lowered")
+            programs = [program.result() for program in compiling]
+            counter.wait()
             common.stage(f"{name} mage: compiled")
-        params = self._load(name, batch, context)
+        params = self._load(name, bytes_needed(config, batch, context, Mage()))
+        bandwidth = common.copy_bandwidth()
+        touched = counter.count(params, context, [batch])[batch]
+        common.stage(f"{name}: experts touched by masks {touched:.1f}")
         dense, sparse = (
             measure(config, params, batch, context, plan, program)
             for plan, program in zip(plans, programs, strict=True)
         )
         id = f"mage/{name}/{self.options.plan_context}k/step_speedup"
-        detail = {"batch": batch, "dense_step_ms": dense.later * 1e3, "sparse_step_ms": sparse.later * 1e3}
+        detail = {
+            "batch": batch,
+            "dense_step_ms": dense.later * 1e3,
+            "sparse_step_ms": sparse.later * 1e3,
+            "touched_experts": touched,
+            "dense_floor_ms": step_bytes(config, touched, batch, context) / bandwidth * 1e3,
+            "sparse_floor_ms": step_bytes(config, touched, batch, Mage().entries(context)) / bandwidth * 1e3,
+        }
         self.add(common.row(id, dense.later / sparse.later, "x", goal=GOALS.get(id), detail=detail))
 
     def herald(self, name: str) -> None:
-        context, batch = 1024 * self.options.plan_context, self.options.plan_rows
-        # On the device are the rows of the dense plan that the cap allows, or both pools, which are less.
-        params = self._load(name, batch // 4, context)
-        self.add(herald_row(name, context, self.options.cap, batch, params))
+        context, rows, cap = 1024 * self.options.plan_context, self.options.herald_rows, self.options.cap * 1e9
+        with self.turns.compiling(), ThreadPoolExecutor(2) as pool:
+            throughput = moe_herald.Throughput(name, rows, context, cap, pool)
+            throughput.wait()
+            common.stage(f"{name} herald: dense program compiled")
+        memory = jax.devices()[0].memory_stats() or {}
+        params = self._load(name, max(memory.get("bytes_limit", 0) - memory.get("pool_bytes", 0) - 2**26, 0))
+        throughput.measure(params, self.add, GOALS.get(f"herald/{name}/{self.options.plan_context}k/throughput"))
 
 
 def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -293,7 +149,8 @@ def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> l
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     shared = [
         "--batches", options.batches, "--contexts", options.contexts, "--steps", str(options.steps),
-        "--plan-context", str(options.plan_context), "--plan-rows", str(options.plan_rows), "--cap", str(options.cap),
+        "--plan-context", str(options.plan_context), "--plan-rows", str(options.plan_rows),
+        "--herald-rows", str(options.herald_rows), "--cap", str(options.cap),
     ]  # fmt: skip
     arguments = [[*shared, "--shapes", name, "--plans", name, "--parts", part] for part, name in parts]
 
@@ -307,14 +164,15 @@ def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default="llada2_mini,sdar_30b_a3b")
-    parser.add_argument("--parts", default="steps,mage,herald", help="of these; comma-separated")
-    parser.add_argument("--batches", default="1,4,16")
-    parser.add_argument("--contexts", default="4,32", help="in units of 1024 tokens")
-    parser.add_argument("--steps", type=int, default=64, help="per timed loop")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these; comma-separated")
+    parser.add_argument("--batches", default="1,4,16", help="of the step rows")
+    parser.add_argument("--contexts", default="4,32", help="of the step rows, in units of 1024 tokens")
+    parser.add_argument("--steps", type=int, default=32, help="per timed loop")
     parser.add_argument("--plans", default="llada2_mini", help="shape of the MAGE and HERALD rows; empty: none")
-    parser.add_argument("--plan-context", type=int, default=64, help="in units of 1024 tokens")
-    parser.add_argument("--plan-rows", type=int, default=16, help="batch of the MAGE and HERALD rows")
-    parser.add_argument("--cap", type=float, default=48e9, help="bytes of device memory that both plans may use")
+    parser.add_argument("--plan-context", type=int, default=64, help="of the plans' rows, in units of 1024 tokens")
+    parser.add_argument("--plan-rows", type=int, default=16, help="batch of the MAGE row")
+    parser.add_argument("--herald-rows", type=int, default=8, help="batch under HERALD")
+    parser.add_argument("--cap", type=float, default=40, help="device memory of HERALD's part in GB")
     parser.add_argument("--side-by-side", action="store_true", help="compile the parts in a process each, all at once")
     parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)
     common.merge_option(parser)
@@ -324,19 +182,28 @@ def main() -> None:
         common.print_rows(common.merge_results("moe", options.merge, folder=options.out))
         return
 
-    # Before JAX's first use: 16 rows of 64K need more than the three quarters of the card that JAX takes by default.
-    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     wanted = options.parts.split(",")
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        raise SystemExit(f"error: --parts knows {', '.join(PARTS)}, but not {', '.join(unknown)}")
     parts = [
         (part, name)
         for name in options.shapes.split(",")
-        for part in ("steps", "mage", "herald")
+        for part in PARTS
         if part in wanted and (part == "steps" or name == options.plans)
     ]
     if options.side_by_side:
         common.print_rows(side_by_side(options, parts))
         return
+    # Before JAX's first use.
+    if ("herald", options.plans) in parts:
+        if len(parts) > 1:
+            raise SystemExit(
+                "error: HERALD's part caps the device memory of its process: run the others apart, or --side-by-side"
+            )
+        moe_herald.prepare(options.plans, options.herald_rows, 1024 * options.plan_context, 1e9 * options.cap)
+    elif "XLA_CLIENT_MEM_FRACTION" not in os.environ:
+        # 16 rows of 64K need more than the three quarters of the card that JAX takes by default.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     run = Run(options)
     for part, name in parts:
         run.part(part, name)
