@@ -217,7 +217,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
 
     @pl.when(wg < p.warpgroups)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(p.registers[0], action="increase")
         for rows, where, _ in slabs(p, batch, head, tile, wg):
             plgpu.copy_gmem_to_smem(ins.q.at[where], scratch["q_smem"].at[wg, rows], scratch["q_ready"].at[wg])
         row_limit = None
@@ -259,7 +259,7 @@ def _body(ins: _Inputs, outs: Parts, scratch, p: Plan, scale: float):
 
     @pl.when(wg == p.warpgroups)
     def _copy():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(p.registers[1], action="decrease")
 
         def load(index, wait):
             where = (batch, head, pl.ds(index * p.kv_tile, p.kv_tile))

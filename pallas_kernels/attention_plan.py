@@ -25,7 +25,8 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200 (SXM); fewer only makes t
 class AttentionConfig:
     """Tile sizes of the kernel; None means chosen from the shapes.
 
-    warpgroups: compute warpgroups per program, 1 or 2, of 64 query rows each.
+    warpgroups: compute warpgroups per program, 1 to 3, of 64 query rows each. Three go with a kv_tile of 64: they have
+      fewer registers.
     query_chunk: consecutive queries of one head that stay together in a tile; a power of two from 8 to 64 * warpgroups.
     kv_tile: KV entries per step, a multiple of 64 up to 256.
     stages: K and V tiles in flight, at least 2.
@@ -75,6 +76,11 @@ class Plan:
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute warpgroup, and of the one that copies."""
+        return (160, 24) if self.warpgroups > 2 else (232, 40)
 
     @property
     def slabs(self) -> int:
@@ -212,8 +218,8 @@ def make_plan(
     batch, queries, heads, head_dim = q.shape
     kv_heads, entries = k.shape[-3], k.shape[-2]
     group = heads // kv_heads
-    warpgroups, query_chunk = _rows(queries, group, runs, config)
-    kv_tile = config.kv_tile or (128 if entries > 64 or keep_weights else 64)
+    warpgroups, query_chunk = _rows(queries, group, runs, config, most=2 if keep_weights else 3)
+    kv_tile = config.kv_tile or (128 if (entries > 64 and warpgroups < 3) or keep_weights else 64)
     row_bytes = head_dim * jnp.dtype(q.dtype).itemsize
     room = SMEM_LIMIT - SMEM_RESERVED - 64 * warpgroups * row_bytes
 
@@ -248,8 +254,12 @@ def make_plan(
     return plan
 
 
-def _rows(queries: int, group: int, runs: int, config: AttentionConfig) -> tuple[int, int]:
-    """`(warpgroups, query_chunk)` with the fewest computed rows; among those the most rows per tile, then per slab."""
+def _rows(queries: int, group: int, runs: int, config: AttentionConfig, most: int) -> tuple[int, int]:
+    """`(warpgroups, query_chunk)` with the fewest computed rows; among those the most rows per tile, then per slab.
+
+    At most `most` warpgroups; three only if asked for or if all rows then are one tile.
+    """
+    three = config.warpgroups == 3 or (most > 2 and runs == 1 and 128 < queries * group <= 192)
 
     def cost(choice):
         warpgroups, chunk = choice
@@ -261,7 +271,7 @@ def _rows(queries: int, group: int, runs: int, config: AttentionConfig) -> tuple
 
     choices = [
         (warpgroups, chunk)
-        for warpgroups in (1, 2)
+        for warpgroups in ((1, 2, 3) if three else (1, 2))
         for chunk in (8, 16, 32, 64, 128)
         if chunk <= 64 * warpgroups and config.warpgroups in (None, warpgroups) and config.query_chunk in (None, chunk)
     ]
@@ -302,6 +312,8 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"importance by page needs a kv_tile of 64, 128 or 256, not {plan.kv_tile}")
     if plan.stages < 2 or plan.splits < 1:
         raise ValueError(f"need stages >= 2 and splits >= 1, got {plan.stages} and {plan.splits}")
+    if plan.warpgroups == 3 and plan.kv_tile > 64:
+        raise ValueError(f"three compute warpgroups have registers for a kv_tile of 64, not {plan.kv_tile}")
     if plan.ping_pong and plan.warpgroups != 2:
         raise ValueError("ping_pong is for two compute warpgroups")
     if plan.smem_bytes() > SMEM_LIMIT:

@@ -22,6 +22,8 @@ CASES = [
     Case(((655,), (3,)), queries=5, group=7, head_dim=64, dtype="float16"),
     Case(((655,),), queries=256, group=8, head_dim=64),
     Case(((655,),), queries=64, group=1),
+    Case(((699,), (65,)), group=6),
+    Case(((699,), (3,)), queries=40, group=4, head_dim=64, dtype="float16"),
     Case(((40,),), entries=40),
     Case(((40,),), group=1, entries=40),
     Case(((0,),), entries=64),

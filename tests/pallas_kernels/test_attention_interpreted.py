@@ -97,6 +97,13 @@ def test_splits_joined_by_the_finishing_kernel(interpreted):
     check_output(run(interpreted, p, case, splits=3, kv_tile=64, stages=2, query_chunk=32, warpgroups=2), p, case)
 
 
+def test_three_warpgroups(interpreted):
+    """Five heads of 32 queries, which are one tile of three warpgroups by default; half of the last is no query."""
+    case = Case(((250,), (3,)), kv_heads=1, group=5, entries=256, head_dim=64)
+    p = make(case)
+    check_output(run(interpreted, p, case, splits=2), p, case)
+
+
 @pytest.mark.parametrize("runs", [4, 32])
 def test_queries_that_see_different_entries(interpreted, runs):
     lengths = tuple((i + 1) * 32 // runs for i in range(runs))

@@ -242,7 +242,8 @@ def test_importance_has_named_options(field):
 
 
 PLANS = {
-    "warpgroups": (AttentionConfig(warpgroups=3), "no tile of query rows"),
+    "warpgroups": (AttentionConfig(warpgroups=4), "no tile of query rows"),
+    "registers": (AttentionConfig(warpgroups=3, kv_tile=128), "registers for a kv_tile of 64, not 128"),
     "chunk": (AttentionConfig(query_chunk=128, warpgroups=1), "no tile of query rows"),
     "tile": (AttentionConfig(kv_tile=96), "kv_tile must be"),
     "stages": (AttentionConfig(stages=1), "stages >= 2"),
