@@ -139,7 +139,7 @@ class Case:
         pipeline, rows = self.start(plan, context)
         how = (StaticLowConfidence(min(steps, self.config.diffusion.block_length)), GREEDY, NO_STOPS)
         with pipeline:
-            self._compile(pipeline, rows, pipeline._on_device(*how))
+            self._compile(pipeline, rows, how[0])
             at = []
             for i in range(blocks + 2):
                 if i == 2:
@@ -178,22 +178,24 @@ class Case:
             taken.append(time.perf_counter() - began)
         return min(taken)
 
-    def _compile(self, pipeline: Pipeline, rows: Rows, how: Any) -> None:
+    def _compile(self, pipeline: Pipeline, rows: Rows, policy: StaticLowConfidence) -> None:
         """The programs that hold the model, side by side: one after the other, as blocks would, takes a minute.
 
         The calls that follow find them. Whoever changes what the pipeline passes to them finds them compiled twice.
         """
-        if pipeline._options in self._compiled:
+        part = pipeline._parts(policy)[0]
+        if (pipeline._options, part.stop) in self._compiled:
             return
-        self._compiled.add(pipeline._options)
-        heads, params, options = self.config.num_kv_heads, self.params, pipeline._options
-        scores = jnp.zeros((self.batch, heads, self.capacity), jnp.float32, device=self._here)
-        where = tuple(pipeline._constant(x) for x in (np.bool_(True), np.int32(0)))
-        spare = (pipeline._spare, (scores,) * self.config.num_layers, rows.length, pipeline._held, pipeline._host)
+        self._compiled.add((pipeline._options, part.stop))
+        params, options, how = self.params, pipeline._options, pipeline._on_device(policy, GREEDY, NO_STOPS)
+        scores = jnp.zeros((self.batch, self.config.num_kv_heads, self.capacity), jnp.float32, device=self._here)
+        yes, zero = pipeline._constant(np.bool_(True)), pipeline._constant(np.int32(0))
+        host = HostKV(pipeline._host.k[part], pipeline._host.v[part])
+        pools = (pipeline._spare, (scores,) * len(host.k), rows.length, pipeline._held, host, zero, zero)
         programs: list[tuple[Any, tuple[Any, ...]]] = [
             (offload.draft, (params, rows, *how)),
-            (offload.finish, (params, rows, *spare, *how)),
-            (offload.denoise, (params, rows, *how, *where)),
+            (offload.finish, (params, rows, *pools, *how)),
+            (offload.denoise, (params, rows, *how, yes, zero)),
             (offload.advance, (params, rows, *how)),
         ]
         with ThreadPoolExecutor(len(programs)) as threads:  # lowering holds Python's lock, compiling does not

@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from herald_jax import select
 from herald_jax.config import ModelConfig
@@ -25,6 +26,8 @@ _SCAN_RATE = 50e9  # bytes of keys a second, 16 cores of the host
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
 _LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
+_SCAN_BOUND = 1.5  # how many times as long as a block's steps a scan takes at least that is made in parts
+_PARTS = 4  # at most
 _STEPS_BESIDE = 3  # the two single ones that programs end with (`offload.advance`), and one to spare
 
 
@@ -51,6 +54,23 @@ def revealed(prefix: jax.Array, policy: Policy, *, plan: Herald, config: ModelCo
     before = jnp.maximum(steps - jnp.ceil(hidden / step).astype(jnp.int32) - _STEPS_BESIDE, 1)
     shown = before * (block // steps) + jnp.minimum(before, block % steps)  # `denoise.schedule`
     return jnp.minimum(shown, latest)
+
+
+def parts(prefix: np.ndarray, layers: int, policy: Policy, plan: Herald, config: ModelConfig) -> int:
+    """In how many equal parts the CPU scans `layers` layers of rows of `prefix` i32[B] tokens, each fetched by itself.
+
+    One where the steps of a block are what takes long, and the fetch is hidden by some of them. More where the scan is
+    clearly longer: a part is fetched while the next one is scanned, or the whole fetch would follow the scan.
+    """
+    vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    scan = layers * vector * float(prefix.sum()) / _SCAN_RATE
+    entries = sum(plan.entries(int(n)) for n in prefix)
+    step = (_weight_bytes(config) + 2.0 * layers * vector * entries) / _STEP_RATE
+    block = config.diffusion.block_length
+    steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
+    if scan < _SCAN_BOUND * step * (block if steps is None else min(int(steps), block)):
+        return 1
+    return next(n for n in range(_PARTS, 0, -1) if layers % n == 0)
 
 
 @functools.cache

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, sharding
 from herald_jax.block_loop import LoopOptions, Rows
-from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
+from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
 from herald_jax.model import Params
@@ -105,7 +105,7 @@ class Pipeline:
         `index`: of the leading pooled layers that the device is to score.
         """
         mesh, plan = self._options.mesh, self._plan
-        self._host, self._index = done.host, index
+        self._host, self._index, self._lengths = done.host, index, lengths
         self._indexed = self._wanted = len(index)
         self._spare = jax.tree.map(jnp.zeros_like, done.pool)
         place = sharding.batch_place(mesh, 1)
@@ -129,22 +129,15 @@ class Pipeline:
         moment = draft_moment.revealed(rows.length, how[0], plan=self._plan, config=self._options.config)
         rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, draft_from=moment))
         rows, queries, prefix = offload.draft(self._params, rows, *how, options=self._options)
-        near, far = queries[: self._indexed], queries[self._indexed :]
-        scored: tuple[jax.Array, ...] = ()
-        if self._index:
-            scored = device_index.score(self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh)
         if self._indexed < self._layers:
-            rows, scanned = self._scan_beside(rows, policy, how, far, prefix)
-            scored += scanned
-        rows, spare, held, moved = offload.finish(
-            self._params, rows, self._spare, scored, prefix, self._held, self._host, *how, options=self._options
-        )
+            rows, held = self._scan_beside(rows, policy, how, queries, prefix)
+        else:
+            scored = self._index_scores(queries, prefix)
+            rows, held = self._finish(rows, self._held, scored, prefix, how, first=0, left=_end(policy))
         if offload.leaves_last(how[0]):
             rows = offload.advance(self._params, rows, *how, options=self._options)
         self.stats.blocks += 1
-        self._moved.append(moved)
-        del scored
-        return self._turn(rows, spare, held, prefix)
+        return self._turn(rows, held, prefix)
 
     def _on_device(self, *how: Any) -> Any:
         """The numbers that every program takes, moved to the device once: each of them would be, with every call."""
@@ -162,28 +155,80 @@ class Pipeline:
         where = tuple(self._constant(x) for x in (np.bool_(first), np.int32(left)))
         return offload.denoise(self._params, rows, *how, *where, options=self._options)
 
+    def _index_scores(self, queries: jax.Array, prefix: jax.Array) -> tuple[jax.Array, ...]:
+        """Importance of the layers that have an index."""
+        if not self._index:
+            return ()
+        near = queries[: self._indexed]
+        return device_index.score(self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh)
+
+    def _finish(
+        self,
+        rows: Rows,
+        held: Held,
+        scored: tuple[jax.Array, ...],
+        prefix: jax.Array,
+        how: Any,
+        *,
+        first: int,
+        left: int,
+    ) -> tuple[Rows, Held]:
+        """Fill `len(scored)` layers of the spare pool from layer `first` on, and go on until `left` masks are left."""
+        layers = slice(first, first + len(scored))
+        host = HostKV(self._host.k[layers], self._host.v[layers])
+        where = tuple(self._constant(np.int32(x)) for x in (first, left))
+        rows, self._spare, held, moved = offload.finish(
+            self._params, rows, self._spare, scored, prefix, held, host, *where, *how, options=self._options
+        )
+        self._moved.append(moved)
+        return rows, held
+
     def _scan_beside(
         self, rows: Rows, policy: Policy, how: Any, queries: jax.Array, prefix: jax.Array
-    ) -> tuple[Rows, tuple[jax.Array, ...]]:
-        """The CPU's scores of the layers it scans, with the block denoised meanwhile."""
-        future = self._scanner.submit(queries, self._host.k[self._indexed :], prefix)
+    ) -> tuple[Rows, Held]:
+        """Fill the spare pool by the CPU's scores (and the index', if it has layers), denoising the block meanwhile.
+
+        In parts, where the scan takes longer than the steps: then each part is fetched while the next one is scanned.
+        """
         assert isinstance(rows.cache, PooledKV)
-        left = draft_moment.left_for_fetch(rows.cache.pool.nbytes, policy, self._options.config)
+        parts = self._parts(policy)
+        futures = [self._scanner.submit(queries[part], self._host.k[part], prefix) for part in parts]
+        scored = self._index_scores(queries, prefix)
+        left = draft_moment.left_for_fetch(rows.cache.pool.nbytes // len(parts), policy, self._options.config)
         rows = self._denoise(rows, how, first=False, left=left)
         rows = offload.advance(self._params, rows, *how, options=self._options)
-        exposed = 0.0
-        if not future.done():
-            jax.block_until_ready(rows.step)
-            waiting = time.perf_counter()
-            future.result()
-            exposed = time.perf_counter() - waiting
-        scanned = future.result()
-        self.stats.scan_seconds += scanned.seconds
-        self.stats.scan_bytes += scanned.nbytes
+        held, seconds, exposed = self._held, 0.0, 0.0
+        for part, future in zip(parts, futures, strict=True):
+            if not future.done():
+                jax.block_until_ready(rows.step)
+                waiting = time.perf_counter()
+                future.result()
+                exposed += time.perf_counter() - waiting
+            scanned = future.result()
+            seconds += scanned.seconds
+            self.stats.scan_bytes += scanned.nbytes
+            scored += host_select.weigh(scanned.scores, prefix, reduce=self._plan.reduce)
+            end = _end(policy) if part is parts[-1] else left
+            rows, held = self._finish(rows, held, scored, prefix, how, first=part.stop - len(scored), left=end)
+            scored = ()
+        self.stats.scan_seconds += seconds
         self.stats.scan_exposed_seconds += exposed
         if self._choose and self.stats.blocks == _MEASURED_BLOCKS:
-            self._choose_selector(scanned.seconds, exposed)
-        return rows, host_select.weigh(scanned.scores, prefix, reduce=self._plan.reduce)
+            self._choose_selector(seconds, exposed)
+        return rows, held
+
+    def _parts(self, policy: Policy) -> list[slice]:
+        """The pooled layers in the parts that the CPU scans, and that are fetched, one after the other.
+
+        All of them at once where it scans none.
+        """
+        scanned = self._layers - self._indexed
+        if not scanned:
+            return [slice(0, self._layers)]
+        # With an index for some layers the parts would be of two sizes: another program, for a case that has no need.
+        count = draft_moment.parts(self._lengths, scanned, policy, self._plan, self._options.config)
+        size = scanned if self._indexed else scanned // count
+        return [slice(first, first + size) for first in range(self._indexed, self._layers, size)]
 
     def _choose_selector(self, seconds: float, exposed: float) -> None:
         """For "auto": keep to the CPU what it can finish in time, and index the other layers from the next block on.
@@ -196,7 +241,7 @@ class Pipeline:
             wanted = self._layers  # the little that the CPU would do is not worth its waking up
         self._wanted = wanted
 
-    def _turn(self, rows: Rows, spare: DeviceKV, held: Held, prefix: jax.Array) -> Rows:
+    def _turn(self, rows: Rows, held: Held, prefix: jax.Array) -> Rows:
         """Append the block to the host's cache, put it behind the filled pool's entries, and change the pools."""
         cache = rows.cache
         assert isinstance(cache, PooledKV)
@@ -204,7 +249,7 @@ class Pipeline:
         if self._wanted > self._indexed:
             self._move_to_index()
         pool, counts, self._held, guess = offload.turn(
-            spare, cache.outbox, cache.guess, held, prefix, cache.committed, options=self._options
+            self._spare, cache.outbox, cache.guess, held, prefix, cache.committed, options=self._options
         )
         # Outside any program: exchanged inside one, the two buffers would be copied.
         self._spare = cache.pool
@@ -254,3 +299,8 @@ class Pipeline:
         if self._plan.selector == "auto" and not self._choose and not self._indexed:
             self.stats.selector = "auto: cpu"
         return dataclasses.replace(self.stats)
+
+
+def _end(policy: Policy) -> int:
+    """How many masks `finish` is to leave of a block that it brings to its end: a negative number leaves nothing."""
+    return 0 if offload.leaves_last(policy) else -1

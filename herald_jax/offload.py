@@ -26,7 +26,7 @@ from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.denoise import Editing, Policy, Sampling
 from herald_jax.host_kv import HostKV, on_gpu
-from herald_jax.model import Params, Transformer, bind
+from herald_jax.model import Params, bind
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
 from pallas_kernels import dispatch, gather_rows
@@ -60,16 +60,25 @@ def _pooled(rows: Rows) -> PooledKV:
     return rows.cache
 
 
-def _run(
-    model: Transformer,
-    rows: Rows,
-    policy: Policy,
-    sampling: Sampling,
-    stops: jax.Array,
-    options: LoopOptions,
-    first: jax.Array,
-    wanted: Callable[[Rows], jax.Array],
-) -> Rows:
+Step = Callable[[Rows, jax.Array], Rows]
+How = tuple[Policy, Sampling, jax.Array]
+
+
+def _stepping(params: Params, how: How, options: LoopOptions) -> Step:
+    """A step of the rows that are not waiting (bool[B]), and the drafts of those that have come so far."""
+    model = bind(options.config, params)
+
+    def one(rows: Rows, waiting: jax.Array) -> Rows:
+        rows = step(model, rows, *how, options, phase="sparse", waiting=waiting)
+        # A row that has just committed was drafted at the latest when its block was complete, a step before.
+        apart = waiting | (rows.step == 0)
+        cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart)
+        return dataclasses.replace(rows, cache=cache)
+
+    return one
+
+
+def _run(one: Step, rows: Rows, first: jax.Array | bool, wanted: Callable[[Rows], jax.Array]) -> Rows:
     """Steps while a row is inside its block and `wanted(rows)` is true.
 
     Rows begin their blocks together (`first`), and those that are ahead wait at the first step of their next one.
@@ -82,26 +91,9 @@ def _run(
     def body(state: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         i, rows = state
         waiting = (rows.step == 0) & ~(first & (i == 0))
-        return i + 1, _one_step(model, rows, policy, sampling, stops, options, waiting)
+        return i + 1, one(rows, waiting)
 
     return jax.lax.while_loop(going, body, (jnp.int32(0), rows))[1]
-
-
-def _one_step(
-    model: Transformer,
-    rows: Rows,
-    policy: Policy,
-    sampling: Sampling,
-    stops: jax.Array,
-    options: LoopOptions,
-    waiting: jax.Array,
-) -> Rows:
-    """A step of the rows that are not `waiting` bool[B], and the drafts of those that have come so far."""
-    rows = step(model, rows, policy, sampling, stops, options, phase="sparse", waiting=waiting)
-    # A row that has just committed was drafted at the latest when its block was complete, a step before.
-    apart = waiting | (rows.step == 0)
-    cache = note_drafts(_pooled(rows), rows.canvas, rows.known, apart)
-    return dataclasses.replace(rows, cache=cache)
 
 
 def _inside(rows: Rows) -> jax.Array:
@@ -116,9 +108,14 @@ def _begun(rows: Rows, options: LoopOptions, first: jax.Array) -> Rows:
     return dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
 
 
-def _one_is_left(rows: Rows) -> jax.Array:
-    """Whether the next forward commits every row that is inside its block. Not for policies that rewrite tokens."""
-    return jnp.all(rows.done | (rows.step == 0) | jnp.all(rows.known, axis=1))
+def _more_masks_than(left: jax.Array) -> Callable[[Rows], jax.Array]:
+    """Whether a row inside its block has more than i32 scalar `left` masks."""
+
+    def wanted(rows: Rows) -> jax.Array:
+        masks = jnp.sum(~rows.known, axis=1)
+        return jnp.any(~rows.done & (rows.step > 0) & (masks > left))
+
+    return wanted
 
 
 def leaves_last(policy: Policy) -> bool:
@@ -143,13 +140,8 @@ def denoise(
     They go on while a row has more than i32 scalar `left` masks; if that is negative, until all have committed. All
     arguments but `options` are traced: one program serves every part of every block.
     """
-    rows = _begun(rows, options, first)
-
-    def wanted(rows: Rows) -> jax.Array:
-        masks = jnp.sum(~rows.known, axis=1)
-        return jnp.any(~rows.done & (rows.step > 0) & (masks > left))
-
-    rows = _run(bind(options.config, params), rows, policy, sampling, stops, options, first, wanted)
+    one = _stepping(params, (policy, sampling, stops), options)
+    rows = _run(one, _begun(rows, options, first), first, _more_masks_than(left))
     return placed_rows(rows, options.mesh)
 
 
@@ -163,7 +155,7 @@ def advance(
     the last row has committed it is carried out on nothing, and not counted.
     """
     going = _inside(rows)
-    after = _one_step(bind(options.config, params), rows, policy, sampling, stops, options, waiting=rows.step == 0)
+    after = _stepping(params, (policy, sampling, stops), options)(rows, rows.step == 0)
     counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
     return placed_rows(dataclasses.replace(after, batch_forwards=counted), options.mesh)
 
@@ -182,12 +174,12 @@ def draft(
       The rows, the queries that select for their next blocks, `[Ls, B, K, R, D]`, and i32[B], the prefix they select
       from.
     """
-    model, yes = bind(options.config, params), jnp.ones((), bool)
+    one, yes = _stepping(params, (policy, sampling, stops), options), jnp.ones((), bool)
 
     def undrafted(rows: Rows) -> jax.Array:
         return ~jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
 
-    rows = _run(model, _begun(rows, options, yes), policy, sampling, stops, options, yes, undrafted)
+    rows = _run(one, _begun(rows, options, yes), yes, undrafted)
     plan, contract = _plan(options), options.config.diffusion
     cache = _pooled(rows)
     batch, block = rows.canvas.shape
@@ -205,13 +197,13 @@ def draft(
     asked = 1 if plan.query == "mean" else len(draft_positions(plan, contract))
     shape = (layers, batch, heads, asked * options.config.group_size, dim)
     with_queries = dataclasses.replace(cache, queries=jnp.zeros(shape, cache.pool.k.dtype))
-    _, drafted = model(tokens, positions, attend, with_queries)
+    _, drafted = bind(options.config, params)(tokens, positions, attend, with_queries)
     assert drafted.queries is not None  # the forward fills them
     rows = dataclasses.replace(rows, cache=dataclasses.replace(drafted, queries=None))
     return placed_rows(rows, options.mesh), drafted.queries, start
 
 
-@functools.partial(jax.jit, static_argnames="options", donate_argnames=("rows", "spare"))
+@functools.partial(jax.jit, static_argnames="options", donate_argnames=("rows", "spare", "held"))
 def finish(
     params: Params,
     rows: Rows,
@@ -220,30 +212,34 @@ def finish(
     prefix: jax.Array,
     held: Held,
     host: HostKV,
+    first: jax.Array,
+    left: jax.Array,
     policy: Policy,
     sampling: Sampling,
     stops: jax.Array,
     *,
     options: LoopOptions,
 ) -> tuple[Rows, DeviceKV, Held, jax.Array]:
-    """Fill `spare` for the next block and run this one almost to its end, side by side on a GPU.
+    """Fill layers of `spare` for the next block and run this one on, side by side on a GPU.
 
-    The last forward is left to `advance` (see `leaves_last`). A loop's end is seen by the host: had the block ended in
-    this one, the device would have nothing to do until the host has launched what comes after it.
+    The steps go on while a row has more than `left` masks. With 0 of them all but the last forward are made, which is
+    left to `advance` (see `leaves_last`). A loop's end is seen by the host: had the block ended in this one, the device
+    would have nothing to do until the host has launched what comes after it.
 
     Args:
-      importance: f32[B, K, N] of each pooled layer.
+      importance: f32[B, K, N] of the layers to fill: of all that have a pool, or of some that follow each other.
       prefix: i32[B], the entries it is about.
-      held: what the current pool holds.
-      host: read in place, not changed.
+      held: what the current pool holds; of the layers that have been filled, what the next one does.
+      host: of these layers; read in place, not changed.
+      first: i32 scalar, which pooled layer is their first.
+      left: i32 scalar; negative for steps until all rows have committed.
 
     Returns:
-      The rows, the filled pool, what it holds (its resident block is still to be added, by `turn`), and i32[2, B]: rows
-      of K and V fetched from the host, and copied from the current pool.
+      The rows, the pool, `held` with what these layers are filled with (the resident block is still the current pool's,
+      until `turn`), and i32[2, B]: rows of K and V fetched from the host, and copied from the current pool.
     """
     plan = _plan(options)
-    pool = _pooled(rows).pool
-    never = jnp.full_like(prefix, _NEVER)
+    count, every = len(importance), held.indices.shape[0]
 
     def choose(pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any) -> Any:
         wanted = select.budget_of(plan, prefix)
@@ -278,20 +274,31 @@ def finish(
             out_specs=(both, _INDICES, _INDICES, P(None, "data")),
         )  # fmt: skip
         fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
-    spare, indices, far, moved = choose(pool, spare, importance, prefix, held, _pooled(rows).counts)
+
+    def some(x: Any) -> Any:
+        """These layers of it."""
+        return x if count == every else jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), x)
+
+    def put(x: Any, new: Any) -> Any:
+        """`x` with these layers anew."""
+        if count == every:
+            return new
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, 0), x, new)
+
+    here = Held(some(held.indices), held.resident)
+    filled, indices, far, moved = choose(
+        some(_pooled(rows).pool), some(spare), importance, prefix, here, _pooled(rows).counts
+    )
     # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
-    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
+    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], filled)))
     fetch = _on_second_stream(fetch) if apart else fetch
-    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
-    model = bind(options.config, params)
-
-    def wanted(rows: Rows) -> jax.Array:
-        return ~_one_is_left(rows) if leaves_last(policy) else jnp.ones((), bool)
-
-    rows = _run(model, rows, policy, sampling, stops, options, jnp.zeros((), bool), wanted)
-    return placed_rows(rows, options.mesh), spare, Held(indices, never), moved
+    filled = DeviceKV(fetch(filled.k, far, host.k), fetch(filled.v, far, host.v))
+    one = _stepping(params, (policy, sampling, stops), options)
+    rows = _run(one, rows, False, _more_masks_than(left))
+    held = Held(put(held.indices, indices), held.resident)
+    return placed_rows(rows, options.mesh), put(spare, filled), held, moved
 
 
 def runs_apart(host: HostKV, options: LoopOptions) -> bool:

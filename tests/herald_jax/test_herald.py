@@ -120,6 +120,26 @@ def test_the_draft_is_made_as_late_as_what_follows_can_be_hidden():
     assert moment(64, selector="split", split=0.5)[0] > moment(64)[0]
 
 
+def test_a_scan_that_takes_longer_than_the_steps_is_fetched_in_parts(monkeypatch):
+    def parts(thousands, rows, steps=32, name="sdar8b"):
+        config, prefix = SHAPES[name], np.full((rows,), 1024 * thousands)
+        return draft_moment.parts(prefix, config.num_layers, StaticLowConfidence(steps), Herald(0.05), config)
+
+    # 128K: 9.7 GB of keys take 193 ms, 32 steps of 17.4 GB 186: the fetch finds steps to hide behind.
+    assert parts(128, 1) == 1
+    assert parts(64, 8) == 4
+    assert parts(64, 1) == 1
+    assert parts(64, 1, steps=8) == 4
+
+    result = generated(SPARSE)
+    monkeypatch.setattr(draft_moment, "parts", lambda *_: 3)
+    in_parts = generated(SPARSE)
+    assert in_parts.tokens == result.tokens
+    moved, as_a_whole = in_parts.stats.offload, result.stats.offload
+    for name in ("fetched_bytes", "reused_bytes", "scan_bytes", "blocks"):
+        assert getattr(moved, name) == getattr(as_a_whole, name)
+
+
 def test_streams_the_same_blocks_and_reports_what_it_moved():
     streamed, stats = [[] for _ in LENGTHS], None
     for event in herald_jax.stream(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE):
