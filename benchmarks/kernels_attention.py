@@ -31,8 +31,11 @@ from pallas_kernels.reference import attention_reference, importance_reference
 
 SHORT_FLOOR = 6e-6
 TOLERANCE = 5e-3  # RMS error over RMS of bfloat16 results: outputs round at 2e-3
-# The importance of one query goes through weights kept in bfloat16.
+# The importance of one query, and that by page, goes through weights kept in bfloat16.
 IMPORTANCE_TOLERANCE = 3e-3
+# What is measured of importance, and its goal: of one query, of all, and of all by pages of 8 (what MAGE chooses by).
+IMPORTANCES = {"one_row": "<=1.05", "all_rows": "<=1.25", "all_rows_by_page": None}
+PAGE = 8
 
 
 class Case(NamedTuple):
@@ -92,14 +95,18 @@ def rows(context: dict[str, Any]) -> list[dict]:
 
 
 def attention(q, k, v, lengths, *, implementation: str, importance: str | None = None):
-    """What is measured: (out, lse), or (out, importance of one query row or of all)."""
+    """What is measured: (out, lse), or (out, importance), one of IMPORTANCES."""
     if importance is None:
         result = block_attention(q, k, v, lengths, implementation=implementation)
         return result.out, result.lse
-    chosen = None if importance == "all_rows" else jnp.full(lengths.shape[:1], q.shape[1] // 2, jnp.int32)
-    how = {"importance": Importance(), "importance_rows": chosen}
+    chosen = jnp.full(lengths.shape[:1], q.shape[1] // 2, jnp.int32) if importance == "one_row" else None
+    how = {"importance": Importance(page=_page(importance)), "importance_rows": chosen}
     result = block_attention(q, k, v, lengths, implementation=implementation, **how)
     return result.out, result.importance
+
+
+def _page(importance: str) -> int:
+    return PAGE if importance.endswith("by_page") else 1
 
 
 def requests(cases: list[Case], tokens: int) -> list[dict[str, Any]]:
@@ -201,11 +208,11 @@ class _Run:
             simple["pick", case] = (_last_head, (q, kv, kv, q))
         for case in self.with_importance:
             q, kv = bf16(case.q_shape), bf16(case.kv_shape)
-            weights = jax.ShapeDtypeStruct(case.kv_shape[:3], jnp.float32)
-            for which in ("one_row", "all_rows"):
+            for which in IMPORTANCES:
                 fn = functools.partial(plain, importance=which)
                 kernels[which, case] = (fn, (q, kv, kv, i32((case.batch,))))
-            simple["pick weights", case] = (_last_head, (q, kv, kv, weights))
+                weights = jax.ShapeDtypeStruct((*case.kv_shape[:2], case.entries // _page(which)), jnp.float32)
+                simple["pick", which, case] = (_last_head, (q, kv, kv, weights))
         q, kv = map(bf16, self.prefill_shapes)
         simple["pick", "prefill"] = (_last_head, (q, kv, kv, q))
         kernels["prefill"] = (plain, (q, kv, kv, i32((1, self.tokens // PREFILL_BLOCK))))
@@ -285,11 +292,11 @@ class _Run:
             for case in self.with_importance:
                 inputs, plain = self._inputs(case), self.shop["ours", case]
                 q, k, v, _ = inputs[0]
-                for which in ("one_row", "all_rows"):
+                for which in IMPORTANCES:
                     program = self.shop[which, case]
-                    picked = self.shop["pick weights", case](q, k, v, program(*inputs[0])[1])
+                    picked = self.shop["pick", which, case](q, k, v, program(*inputs[0])[1])
                     one = case.queries // 2 if which == "one_row" else None
-                    error = self.checking.submit(_importance_error, one, *map(np.asarray, picked))
+                    error = self.checking.submit(_importance_error, one, _page(which), *map(np.asarray, picked))
                     checks.append((f"importance/{which}", error))
                     # The two in turn, so that a drift of the clocks meets both.
                     pairs[case, which] = [(watch.time(plain, inputs), watch.time(program, inputs)) for _ in range(2)]
@@ -304,7 +311,7 @@ class _Run:
                 "kernels_us": {kernel[:48]: seconds * 1e6 for kernel, seconds in taken.kernels},
             }
             goals = case == self.with_importance[0]
-            goal = {"one_row": "<=1.05", "all_rows": "<=1.25"}[which] if goals else None
+            goal = IMPORTANCES[which] if goals else None
             id = f"importance/{which}/overhead" if goals else f"importance/b{case.batch}/{which}/overhead"
             self.out.append(common.row(id, taken.seconds / base.seconds, "x", goal=goal, detail=detail))
         common.stage("attention: measured importance")
@@ -376,12 +383,14 @@ def _attention_error(q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarra
         return common.rms_error(out, expected)
 
 
-def _importance_error(one: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, weights: np.ndarray) -> float:
-    """RMS error of the importance of query row `one`, or of all rows."""
+def _importance_error(
+    one: int | None, page: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, weights: np.ndarray
+) -> float:
+    """RMS error of the importance of query row `one`, or of all rows, by page."""
     chosen = np.ones((1, q.shape[1]), bool) if one is None else (np.arange(q.shape[1]) == one)[None]
     with jax.default_device(jax.devices("cpu")[0]):
         expected = _importance_reference(q, k, np.full((1, 1), k.shape[2], np.int32), chosen)
-        return common.rms_error(weights, expected)
+        return common.rms_error(weights, expected.reshape(*weights.shape, page).sum(axis=-1))
 
 
 def _require(what: str, error: float, tolerance: float) -> None:
