@@ -20,11 +20,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.config import ModelConfig, MoEConfig
+from pallas_kernels import dispatch, grouped_route
 from pallas_kernels.grouped import grouped_mlp
 
 
 def route(
-    logits: jax.Array, moe: MoEConfig, bias: jax.Array | None = None, block_length: int | None = None
+    logits: jax.Array,
+    moe: MoEConfig,
+    bias: jax.Array | None = None,
+    block_length: int | None = None,
+    implementation: str | None = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights.
 
@@ -33,6 +38,7 @@ def route(
       moe: says how experts are chosen; see `MoEConfig`.
       bias: f32[X], added to the scores for choosing only; None without `moe.expert_bias`.
       block_length: tokens per block, needed with `moe.block_capacity`; T must be whole blocks.
+      implementation: "xla", or None for one kernel (`pallas_kernels.grouped_route`) where it can run; on one device.
 
     Returns:
       Weights f32[B, T, k] and experts i32[B, T, k], best first; the lower number wins a tie.
@@ -40,6 +46,28 @@ def route(
     Sources: transformers' Glm4Moe (sigmoid, groups, bias) and Qwen3Moe (softmax); SGLang's `llada2.py` (block routing,
     pull request 31768 and its reference in `test_block_topk_triton`): no groups, the block's highest score per expert.
     """
+    if moe.block_capacity is None:
+        chosen = dispatch.select(
+            implementation, lambda: dispatch.choose_experts_missing(logits, moe.num_groups, moe.experts_per_token)
+        )
+        kernel, plain = functools.partial(_route_kernel, moe=moe), functools.partial(_route, moe=moe)
+        return dispatch.run(chosen, kernel, plain, logits, bias)
+    return _route(logits, bias, moe=moe, block_length=block_length)
+
+
+def _route_kernel(logits: jax.Array, bias: jax.Array | None, *, moe: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    choice = grouped_route.Choice(
+        moe.experts_per_token, moe.router == "softmax", moe.renormalise, moe.routed_scaling, moe.num_groups,
+        moe.groups_per_token,
+    )  # fmt: skip
+    found = grouped_route.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, choice=choice)
+    weights, experts = (x.reshape(*logits.shape[:-1], -1) for x in found)
+    return weights, experts
+
+
+def _route(
+    logits: jax.Array, bias: jax.Array | None, *, moe: MoEConfig, block_length: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     if moe.router == "softmax":
         scores = jax.nn.softmax(logits, axis=-1)
     else:
@@ -159,7 +187,9 @@ class MoE(nnx.Module):
         """`x` `[B, T, E]` to the same shape and dtype."""
         logits = jnp.einsum("bte,ex->btx", x.astype(jnp.float32), self.router.kernel[...], precision="highest")
         bias = self.router.bias[...] if self.moe.expert_bias else None
-        weights, experts = route(logits, self.moe, bias, self.block_length)
+        # A kernel is one device's, and the router's logits are split over the mesh.
+        how = "xla" if mesh is not None else None
+        weights, experts = route(logits, self.moe, bias, self.block_length, how)
         apply = apply_experts
         if mesh is not None:
             rows = P("data", None, None)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_layout import MOST_WORDS, shared_words
+
 Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = ("xla", "mosaic_gpu")
 
@@ -161,6 +163,28 @@ def grouped_mlp_missing(x: Any, gate_up: Any) -> str | None:
             f"{x.shape[1]} and {gate_up.shape[-1]} are no multiples of"
         )
     return _two_bytes_missing("grouped_mlp", x.dtype)
+
+
+def lay_out_missing(chosen: Any, experts: int) -> str | None:
+    """Why `grouped.lay_out` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    if experts > 1024 or shared_words(chosen.shape[0], experts) > MOST_WORDS:
+        return (
+            "lay_out on mosaic_gpu is one thread block, with a thread for each expert and in shared memory a bit for each "
+            f"token and expert: {chosen.shape[0]} tokens and {experts} experts are too many"
+        )
+    return None
+
+
+def choose_experts_missing(logits: Any, groups: int, k: int) -> str | None:
+    """Why `choose_experts` has no Mosaic GPU kernel for these arguments, or None if it has."""
+    experts = logits.shape[-1]
+    if experts % 128 or experts > 1024 or 32 % groups or k > 32:
+        return (
+            "choose_experts on mosaic_gpu shares a token's experts among 32 threads, 4 or more each: a multiple of 128 "
+            f"experts up to 1024, whole threads to a group and up to 32 choices, not {experts} experts in {groups} "
+            f"groups and {k}"
+        )
+    return None
 
 
 def select(implementation: str | None, missing: Callable[[], str | None]) -> str:

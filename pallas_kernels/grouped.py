@@ -99,7 +99,7 @@ def _ragged(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array
 ALIGN, ROWS = 8, 64  # where an expert's rows may start; rows of one item of work
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Pairs laid out by expert, and the work they make.
 
     Attributes:
@@ -116,28 +116,50 @@ class _Layout(NamedTuple):
     items: jax.Array
 
 
-def _lay_out(chosen: jax.Array, experts: int) -> _Layout:
-    """Every expert's rows begin at a multiple of ALIGN, and up to ROWS of them are an item of work."""
+def lay_out(chosen: jax.Array, experts: int, *, implementation: str | None = "xla") -> Layout:
+    """Every expert's rows begin at a multiple of ALIGN, and up to ROWS of them are an item of work.
+
+    `implementation`: "xla", or None for a kernel where it can run.
+    """
+    chosen_form = dispatch.select(implementation, lambda: dispatch.lay_out_missing(chosen, experts))
+    kernel = functools.partial(_lay_out_kernel, experts=experts)
+    return dispatch.run(chosen_form, kernel, functools.partial(_lay_out, experts=experts), chosen)
+
+
+def _at_most(chosen: jax.Array, experts: int) -> tuple[int, int]:
+    """Rows and items that there can be."""
+    pairs = chosen.size
+    return pairs + (ALIGN - 1) * min(pairs, experts) + ROWS, min(pairs, experts) + pairs // ROWS
+
+
+def _lay_out_kernel(chosen: jax.Array, *, experts: int) -> Layout:
+    from pallas_kernels import grouped_layout
+
+    rows, items = _at_most(chosen, experts)
+    return Layout(*grouped_layout.lay_out(chosen, experts, rows=rows, items=items, align=ALIGN, tile=ROWS))
+
+
+def _lay_out(chosen: jax.Array, *, experts: int) -> Layout:
     (pairs, k), flat = (chosen.size, chosen.shape[1]), chosen.reshape(-1)
+    rows, items = _at_most(chosen, experts)
     sizes = _sizes(flat, experts)
     padded = -(-sizes // ALIGN) * ALIGN
     begin = jnp.cumsum(padded) - padded
     row = begin[flat] + _ranks(flat, sizes)
-    rows = pairs + (ALIGN - 1) * min(pairs, experts) + ROWS
     token = jnp.zeros((rows,), jnp.int32).at[row].set(jnp.arange(pairs, dtype=jnp.int32) // k, unique_indices=True)
     tiles = -(-sizes // ROWS)
     ends = jnp.cumsum(tiles)
-    item = jnp.arange(min(pairs, experts) + pairs // ROWS, dtype=jnp.int32)
+    item = jnp.arange(items, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32), experts - 1)
     done = (item - (ends - tiles)[expert]) * ROWS
     filled = jnp.where(item < ends[-1], jnp.minimum(sizes[expert] - done, ROWS), 0)
     start = jnp.where(filled > 0, begin[expert] + done, 0)
-    return _Layout(token, row, expert, start, filled, ends[-1])
+    return Layout(token, row, expert, start, filled, ends[-1])
 
 
 def _loop(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     precision = "highest" if x.dtype == jnp.float32 else None
-    laid = _lay_out(chosen, gate_up.shape[0])
+    laid = lay_out(chosen, gate_up.shape[0])
     rows = x[laid.token]
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -160,7 +182,7 @@ def _kernel(
     from pallas_kernels import grouped_mosaic as mosaic  # Mosaic GPU is imported only where a kernel is built
 
     assert (ALIGN, ROWS) == (mosaic.ALIGN, mosaic.ROWS)
-    laid = _lay_out(chosen, gate_up.shape[0])
+    laid = lay_out(chosen, gate_up.shape[0], implementation=None)
     work = laid.expert, laid.start, laid.filled
     hidden = mosaic.matmul(x[laid.token], gate_up, *work, gated=True, config=configs[0])
     out = mosaic.matmul(hidden, down, *work, gated=False, config=configs[1])

@@ -180,6 +180,10 @@ class Lanes:
         """All ones where the highest bit is set, else 0."""
         return Value(arith.shrsi(value.ir, self.constant(31).ir))
 
+    def ones(self, word: Value) -> Value:
+        """How many bits are set."""
+        return Value(llvm.inline_asm(_word(), [word.ir], "popc.b32 $0, $1;", "=r,r"))
+
     def minimum(self, a: Value, b: Value) -> Value:
         return Value(arith.minui(a.ir, b.ir))
 
@@ -193,6 +197,10 @@ class Lanes:
     def rsqrt(self, number: Real) -> Real:
         """1 / sqrt, to about 2 units in the last place."""
         return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "rsqrt.approx.f32 $0, $1;", "=f,f"))
+
+    def divide(self, a: Real, b: Real) -> Real:
+        """a / b, rounded to nearest."""
+        return Real(llvm.inline_asm(ir.F32Type.get(), [a.ir, b.ir], "div.rn.f32 $0, $1, $2;", "=f,f,f"))
 
     def exp2(self, number: Real) -> Real:
         """2 to its power, to about 2 units in the last place."""
@@ -275,15 +283,21 @@ class Lanes:
 
     def add(self, memory: _Memory, index: Value, value: Value, *, where: Value | None = None) -> None:
         """Adds a word atomically, where the predicate holds. A sum of integers does not depend on the order."""
-        self._write("red", memory, index, [value], where)
+        self._write("red.add", memory, index, [value], where)
+
+    def unite(self, memory: _Memory, index: Value, bits: Value, *, where: Value | None = None) -> None:
+        """Sets the word's bits that are set in ``bits``, atomically, where the predicate holds."""
+        self._write("red.or", memory, index, [bits], where)
 
     def _write(self, op: str, memory: _Memory, index: Value, values: Sequence[Value], where: Value | None) -> None:
         space = "shared" if memory.shared else "global"
         first = 1 if where is None else 2
         source = [f"${i + first}" for i in range(len(values))]
         operand = source[0] if len(source) == 1 else "{" + ", ".join(source) + "}"
-        kind = ".add" if op == "red" else f".v{len(values)}" if len(values) > 1 else ""
-        code = f"{op}.{space}{kind}.u32 [$0], {operand};"
+        op, _, kind = op.partition(".")
+        vector = f".v{len(values)}" if len(values) > 1 else ""
+        kind = {"": f"{vector}.u32", "add": ".add.u32", "or": ".or.b32"}[kind]
+        code = f"{op}.{space}{kind} [$0], {operand};"
         if where is not None:
             code = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p {code} }}"
         self._asm(code, ir.Type.parse("!llvm.void"), [], memory, index, where, values)

@@ -40,6 +40,9 @@ class NumpyLanes:
     def sign(self, value: np.ndarray) -> np.ndarray:
         return (value.view(np.int32) >> 31).view(np.uint32)
 
+    def ones(self, word: np.ndarray) -> np.ndarray:
+        return np.bitwise_count(word).astype(np.uint32)
+
     def minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.minimum(a, b)
 
@@ -51,6 +54,9 @@ class NumpyLanes:
 
     def rsqrt(self, number: np.ndarray) -> np.ndarray:
         return 1 / np.sqrt(number)
+
+    def divide(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a, np.float32) / np.asarray(b, np.float32)
 
     def exp2(self, number: np.ndarray) -> np.ndarray:
         return np.exp2(number)
@@ -123,6 +129,9 @@ class NumpyLanes:
 
     def add(self, memory: np.ndarray, index: np.ndarray, value: np.ndarray, *, where: Any = ALL) -> None:
         np.add.at(memory, self._checked(memory, index, 1, where), value[where])
+
+    def unite(self, memory: np.ndarray, index: np.ndarray, bits: np.ndarray, *, where: Any = ALL) -> None:
+        np.bitwise_or.at(memory, self._checked(memory, index, 1, where), bits[where])
 
 
 def launch(

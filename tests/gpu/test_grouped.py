@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import grouped_mlp
+from herald_jax.moe import route
+from pallas_kernels.grouped import grouped_mlp, lay_out
 from pallas_kernels.grouped_mosaic import GroupedConfig
+from tests.herald_jax.test_moe import LLADA2_MINI, SDAR_30B
 from tests.pallas_kernels.test_grouped import case, loop
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +50,27 @@ def test_the_default_here_is_the_kernel():
     text = jax.jit(grouped_mlp).lower(*arguments).as_text()
     assert "grouped_matmul_gated" in text
     assert "ragged_dot" not in text
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 500, 1500])
+@pytest.mark.parametrize("config", [LLADA2_MINI, SDAR_30B], ids=["llada2_mini", "sdar_30b_a3b"])
+def test_routing_and_layout(config, tokens):
+    """The two kernels beside their plain forms on the same card."""
+    logits = jax.random.normal(jax.random.key(tokens), (1, tokens, config.num_experts), jnp.float32)
+    bias = jax.random.normal(jax.random.key(1), (config.num_experts,)) * 0.1 if config.expert_bias else None
+    got = jax.jit(lambda x: route(x, config, bias, implementation="mosaic_gpu"))(logits)
+    wanted = jax.jit(lambda x: route(x, config, bias, implementation="xla"))(logits)
+    same = np.asarray(got[1] == wanted[1]).all(axis=-1)
+    assert same.mean() > 0.99  # scores that differ in their last bits may change places
+    np.testing.assert_allclose(np.asarray(got[0])[same], np.asarray(wanted[0])[same], rtol=1e-5)
+    laid, plain = (
+        jax.jit(lambda x, how=how: lay_out(x, config.num_experts, implementation=how))(got[1][0])
+        for how in ("mosaic_gpu", "xla")
+    )
+    there = np.arange(laid.expert.size) < int(laid.items)
+    for name in ("token", "row", "start", "filled", "items"):
+        np.testing.assert_array_equal(getattr(laid, name), getattr(plain, name), err_msg=name)
+    np.testing.assert_array_equal(np.asarray(laid.expert)[there], np.asarray(plain.expert)[there])
 
 
 def test_a_layer_of_llada2_mini_is_finite_and_right():

@@ -17,6 +17,7 @@ from herald_jax.checkpoint import load_checkpoint, save_checkpoint
 from herald_jax.errors import GenerationError
 from herald_jax.model import flatten, param_specs, rope_angles, rotate
 from herald_jax.moe import apply_experts, route
+from pallas_kernels import dispatch, grouped_route, lanes_numpy
 from tests.herald_jax import tiny
 
 # SDAR's form with experts behind its first layer and half-rotated heads.
@@ -26,6 +27,10 @@ MOE = dataclasses.replace(
     moe=MoEConfig(8, 3, 20, "sigmoid", True, 2.5, True, 4, 2, shared_size=24, first_dense_layers=1),
 )
 REQUEST = GenerateConfig(max_new_tokens=12, policy=Editing(Threshold(0.4), 0.3, 2))
+
+
+LLADA2_MINI = MoEConfig(256, 8, 512, "sigmoid", True, 2.5, True, 8, 4, shared_size=512, first_dense_layers=1)
+SDAR_30B = MoEConfig(128, 8, 768, "softmax", True)
 
 
 def draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -182,3 +187,33 @@ def test_a_nan_ends_its_row_only() -> None:
     assert list(result.errors) == [1]
     assert result.tokens[0] == result.tokens[2]
     assert result.tokens[0] == herald_jax.generate(tiny.model(MOE), [good], REQUEST).tokens[0]
+
+
+@pytest.mark.parametrize(
+    "config", [LLADA2_MINI, SDAR_30B, dataclasses.replace(SDAR_30B, renormalise=False, num_groups=2)], ids=str
+)
+def test_routing_kernel_in_numpy(config: MoEConfig) -> None:
+    """Beside the plain form; five rows, of which one is all ties and one has a NaN."""
+    logits = 2 * draw((5, config.num_experts), 3)
+    logits[3], logits[4, 7] = 0.5, np.nan
+    bias = 0.1 * draw((config.num_experts,), 4) if config.expert_bias else None
+    choice = grouped_route.Choice(
+        config.experts_per_token, config.router == "softmax", config.renormalise, config.routed_scaling,
+        config.num_groups, config.groups_per_token,
+    )  # fmt: skip
+    weights, experts = grouped_route.choose_experts(logits, bias, choice=choice, launch=lanes_numpy.launch)
+    wanted = route(jnp.asarray(logits)[None], config, None if bias is None else jnp.asarray(bias))
+    np.testing.assert_array_equal(experts[:4], np.asarray(wanted[1])[0, :4])
+    np.testing.assert_allclose(weights[:4], np.asarray(wanted[0])[0, :4], rtol=2e-6)
+    assert len(set(experts[4].tolist())) == config.experts_per_token
+    assert experts.min() >= 0
+    assert experts.max() < config.num_experts
+    if config.renormalise:
+        assert np.isnan(weights[4]).any()
+
+
+def test_what_the_routing_kernel_does_not_do() -> None:
+    for experts, groups, k in ((64, 1, 8), (256, 64, 8), (256, 8, 33)):
+        logits = jax.ShapeDtypeStruct((1, 32, experts), jnp.float32)
+        missing = dispatch.choose_experts_missing(logits, groups, k) or ""
+        assert f"not {experts} experts in {groups} groups and {k}" in missing

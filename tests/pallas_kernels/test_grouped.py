@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from pallas_kernels import dispatch, grouped
+from pallas_kernels import dispatch, grouped, grouped_layout, lanes_numpy
 from pallas_kernels.grouped import grouped_mlp
 
 needs_mosaic = pytest.mark.skipif(
@@ -60,6 +60,38 @@ def test_ranks_by_comparison_and_by_sorting(monkeypatch: pytest.MonkeyPatch) -> 
     assert grouped._ranks(flat, sizes).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "crowd"), [(1, 8, 256, 0), (75, 3, 40, 70), (200, 2, 7, 0)], ids=str
+)
+def test_layout_kernel_in_numpy(tokens: int, k: int, experts: int, crowd: int) -> None:
+    """One token; experts with several items beside some with none; more bits than a word, fewer experts than a warp."""
+    draw = np.random.default_rng(tokens)
+    chosen = draw.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :k].astype(np.int32)
+    chosen[:crowd] = chosen[0]
+    wanted = grouped.lay_out(jnp.asarray(chosen), experts)
+    rows, items = grouped._at_most(jnp.asarray(chosen), experts)
+    found = grouped.Layout(
+        *grouped_layout.lay_out(
+            chosen, experts, rows=rows, items=items, align=grouped.ALIGN, tile=grouped.ROWS, launch=lanes_numpy.launch
+        )
+    )
+    assert found.items == wanted.items
+    there = np.arange(items) < found.items
+    for name in ("token", "row", "start", "filled"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
+    np.testing.assert_array_equal(found.expert[there], np.asarray(wanted.expert)[there])
+
+
+def test_what_the_layout_kernel_does_not_do() -> None:
+    chosen = jax.ShapeDtypeStruct((512, 8), jnp.int32)
+    assert dispatch.lay_out_missing(chosen, 256) is None
+    for tokens, experts in ((8192, 256), (1, 2048)):
+        chosen = jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
+        assert f"{tokens} tokens and {experts} experts are too many" in (
+            dispatch.lay_out_missing(chosen, experts) or ""
+        )
+
+
 def test_shapes_that_do_not_fit() -> None:
     x, chosen, gate_up, down = case(4, 2, 3, 8, 8, "float32")
     with pytest.raises(ValueError, match=re.escape("not [4, 8], [4, 2], [3, 8, 2, 8] and [2, 8, 8]")):
@@ -95,5 +127,6 @@ def test_kernel_is_lowered(tokens: int) -> None:
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(grouped_mlp).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") >= 2
+    assert text.count("custom_call @mosaic_gpu") >= 3
+    assert "lay_out_experts" in text
     assert "ragged_dot" not in text
