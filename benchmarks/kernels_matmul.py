@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels_matmul            # or as a part of benchmarks.kernels
 
-The four matmuls of a layer, for the 32 tokens of one block and for those of four and eight. The floor is one read of the
-weights at copy bandwidth (with eight blocks the tensor cores take longer: `tflops`); the peer is what XLA makes of the same product (its Triton matmul or cuBLAS, autotuned), its gate
-included; both results are rounded to bfloat16, ours as partial sums that the next kernel adds up.
+The four matmuls of a layer, for the 32 tokens of one block and for those of four and eight. The floor is one read of
+the weights at copy bandwidth (with eight blocks the tensor cores take longer: `tflops`); the peer is what XLA makes of
+the same product (its Triton matmul or cuBLAS, autotuned), its gate included; both results are rounded to bfloat16, ours
+as partial sums that the next kernel adds up.
 """
 
 from __future__ import annotations

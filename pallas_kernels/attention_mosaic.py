@@ -338,8 +338,6 @@ def _softmax_loop(entries: _Range, keep_weights, keep_pages, wg, scratch, p: Pla
         acc, new_top, total, weights = lax.optimization_barrier((acc, new_top, total, weights))
         if p.ping_pong and p.runs == 1:
             mosaic_inline.computed_here(e.longest, acc, weights)
-        if keep_weights is not None:
-            keep_weights(index, weights if kept is None else kept, new_top)
 
         take_turn()
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
@@ -347,7 +345,11 @@ def _softmax_loop(entries: _Range, keep_weights, keep_pages, wg, scratch, p: Pla
             _zero_tail(v_tile, e.longest - start, p)
 
         # The tensor cores are this warpgroup's for now, and would leave it waiting.
-        meanwhile = None if keep_pages is None else functools.partial(keep_pages, index, pairs, new_top)
+        meanwhile = None
+        if keep_pages is not None:
+            meanwhile = functools.partial(keep_pages, index, pairs, new_top)
+        elif keep_weights is not None:
+            meanwhile = functools.partial(keep_weights, index, weights if kept is None else kept, new_top)
         acc = _add_matmul(acc, weights, v_tile, meanwhile)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_top, total, prefix_total

@@ -185,15 +185,18 @@ def _store_if(condition, address, words):
     """Stores 1 word, or 4 at every 64th byte, from an i64 global address on where the i32 condition is not negative.
 
     A branch, not predicated stores: four words must lie in registers side by side, where the matmul that reads them too
-    wants others, and only threads that store shall spend the moves.
+    wants others, and only warps that store shall spend the moves. A warp's threads meet behind it, without which ptxas
+    makes predicates of it all the same, and puts everything before a matmul that it was to run beside.
     """
     names = [f"${i + 2}" for i in range(len(words))]
     if len(words) == 1:
-        stores = f"st.global.b32 [$0], {names[0]};"
+        stores = f"@p st.global.b32 [$0], {names[0]};"
     else:
         fours = [", ".join(names[i : i + 4]) for i in range(0, len(names), 4)]
-        stores = " ".join(f"st.global.v4.b32 [$0 + {64 * i}], {{{four}}};" for i, four in enumerate(fours))
-    code = f"{{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bra AFTER; {stores} AFTER: }}"
+        stores = " ".join(f"@p st.global.v4.b32 [$0 + {64 * i}], {{{four}}};" for i, four in enumerate(fours))
+    everyone = "0xffffffff"
+    some = f"setp.ge.s32 p, $1, 0; vote.sync.any.pred q, p, {everyone}; @!q bra.uni AFTER;"
+    code = f"{{ .reg .pred p; .reg .pred q; {some} bar.warp.sync {everyone}; {stores} AFTER: }}"
     constraints = ",".join(["l", *["r"] * (1 + len(words)), "~{memory}"])
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, [address, condition, *words], code, constraints, has_side_effects=True)
