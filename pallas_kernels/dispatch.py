@@ -169,8 +169,8 @@ def lay_out_missing(chosen: Any, experts: int) -> str | None:
     """Why `grouped.lay_out` has no Mosaic GPU kernel for these arguments, or None if it has."""
     if experts > 1024 or shared_words(chosen.shape[0], experts) > MOST_WORDS:
         return (
-            "lay_out on mosaic_gpu is one thread block, with a thread for each expert and in shared memory a bit for each "
-            f"token and expert: {chosen.shape[0]} tokens and {experts} experts are too many"
+            "lay_out on mosaic_gpu is one thread block, with a thread for each expert and in shared memory a bit for "
+            f"each token and expert: {chosen.shape[0]} tokens and {experts} experts are too many"
         )
     return None
 
