@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from herald_jax.config import ModelConfig, MoEConfig
 from pallas_kernels import dispatch, grouped_route
 from pallas_kernels.grouped import grouped_mlp
+from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
 
 def route(
@@ -201,7 +202,16 @@ class MoE(nnx.Module):
                 check_vma=False,
             )
         routed = apply(x, weights, experts, self.experts.gate_up[...], self.experts.down[...]).astype(x.dtype)
-        return routed + self.shared(x) if hasattr(self, "shared") else routed
+        if not hasattr(self, "shared"):
+            return routed
+        return routed + (self.shared(x) if mesh is not None else _shared(self.shared, x))
+
+
+def _shared(mlp: Any, x: jax.Array) -> jax.Array:
+    """What `model._MLP` computes, by the matmuls of a denoising step where they can run."""
+    gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
+    parts = stream_matmul(gated_matmul(x.reshape(-1, x.shape[-1]), gate_up), down)
+    return jnp.sum(parts.astype(jnp.float32), axis=0).astype(x.dtype).reshape(x.shape)
 
 
 def _summed_over_model(function: Any, *args: jax.Array) -> jax.Array:
