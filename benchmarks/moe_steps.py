@@ -20,10 +20,11 @@ from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.denoise import predict
 from herald_jax.generate import capacity_for
 from herald_jax.model import Params, bind
+from pallas_kernels import dispatch
 from pallas_kernels.grouped import grouped_mlp
 
 COUNTED = 2  # forwards in which experts are counted
-FORMS = {"grouped": None, "ragged_dot": "xla"}  # of one layer's experts: the implementations that are compared
+FORMS = ("grouped", "ragged_dot", "jax_kernel")  # of one layer's experts: the implementations that are compared
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "masked"), donate_argnames="cache")
@@ -126,10 +127,8 @@ class Steps:
         self._timed = pool.submit(_lowered(self.config, batch, self.capacity, steps=steps).compile)
         layer = abstract_params(self.config)["layers"][str(self.config.num_layers - 1)]["mlp"]["experts"]
         given = jax.eval_shape(self._tokens), layer["gate_up"], layer["down"]
-        self._forms = {
-            form: pool.submit(_experts.lower(*given[0], *given[1:], implementation=implementation).compile)
-            for form, implementation in FORMS.items()
-        }
+        forms = FORMS if dispatch.mosaic_gpu_missing() is None else FORMS[:2]
+        self._forms = {form: pool.submit(_experts.lower(*given[0], *given[1:], form=form).compile) for form in forms}
 
     def wait(self) -> None:
         """Until all are compiled."""
@@ -160,7 +159,7 @@ class Steps:
         return x, jax.lax.top_k(scores, moe.experts_per_token)[1]
 
     def expert_row(self, params: Params) -> dict[str, Any]:
-        """One layer's experts: the grouped kernel against XLA's form, on a block of random tokens per row."""
+        """One layer's experts, on a block of random tokens per row: the grouped kernel, XLA's form and JAX's kernel."""
         layer = params["layers"][str(self.config.num_layers - 1)]["mlp"]["experts"]
         arguments = (*self._tokens(), layer["gate_up"], layer["down"])
         programs = {form: program.result() for form, program in self._forms.items()}
@@ -168,9 +167,7 @@ class Steps:
         with common.Stopwatch() as watch:
             taken = {form: watch.time(program, [arguments], repeats=5) for form, program in programs.items()}
         touched = len(np.unique(arguments[1]))
-        detail = {
-            "grouped_us": taken["grouped"].us,
-            "ragged_dot_us": taken["ragged_dot"].us,
+        detail = {f"{form}_us": time.us for form, time in taken.items()} | {
             "touched": touched,
             "bytes": touched * expert_bytes(self.config),
             "error": common.rms_error(results["grouped"], results["ragged_dot"]),
@@ -179,11 +176,26 @@ class Steps:
         return common.row(f"experts/{self.name}/b{self.batch}/vs_ragged_dot", ratio, "x", detail=detail)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def _experts(
-    x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array, *, implementation: str | None
-) -> jax.Array:
-    return grouped_mlp(x, chosen, gate_up, down, implementation=implementation)
+@functools.partial(jax.jit, static_argnames="form")
+def _experts(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array, *, form: str) -> jax.Array:
+    if form == "jax_kernel":
+        return _by_jax_kernel(x, chosen, gate_up, down)
+    return grouped_mlp(x, chosen, gate_up, down, implementation=None if form == "grouped" else form)
+
+
+def _by_jax_kernel(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """`grouped_mlp` by the grouped matmul for Hopper that JAX comes with, in its smallest tile: 64 rows of an expert."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # Mosaic GPU, only where there is one
+
+    k, flat = chosen.shape[1], chosen.reshape(-1)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(gate_up.shape[0])[None, :], axis=0, dtype=jnp.int32)
+    cut = {"block_m": 64, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
+    dot = functools.partial(ragged_dot, group_sizes=sizes, **cut)
+    order = jnp.argsort(flat, stable=True)
+    gate, up = jnp.split(dot(x[order // k], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
+    out = dot(jax.nn.silu(gate) * up, down)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    return out[place].reshape(*chosen.shape, -1).astype(jnp.float32)
 
 
 def expert_bytes(config: ModelConfig) -> int:

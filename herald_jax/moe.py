@@ -1,7 +1,7 @@
 """Expert layers: a router that sends each token to a few of many MLPs, and the grouped matmuls that compute them.
 
 `pallas_kernels.grouped` computes the pairs of token and expert: sorted by expert, none dropped, only the weights of
-chosen experts read (on Hopper; elsewhere `jax.lax.ragged_dot`). Each token's result is put together from its own pairs
+chosen experts read (kernels on Hopper, elsewhere a loop). Each token's result is put together from its own pairs
 in the order of their rank, so it does not depend on which other tokens share the batch. The router and its weights are
 float32 whatever the model's dtype: published ports that rounded it chose other experts.
 

@@ -1,9 +1,9 @@
 """SwiGLU MLPs of many experts, each over the tokens that chose it: the work of a mixture of experts.
 
 The pairs of token and expert are laid out by expert, and none is dropped: there is no capacity per expert. A pair's
-result does not depend on the others. The Mosaic GPU kernel and the form for CPUs, a loop over tiles of rows, read the
-weights of the chosen experts only; elsewhere `jax.lax.ragged_dot` does it, which XLA expands into a dense product with
-every expert.
+result does not depend on the others. The Mosaic GPU kernels and the plain form, a loop over tiles of rows, read the
+weights of the chosen experts only. `jax.lax.ragged_dot`, which XLA expands into a dense product with every expert, is
+there to be compared with.
 
 Shape letters: T tokens, E width, X experts, k experts per token, F width of one expert, N = T * k pairs.
 """
@@ -34,7 +34,7 @@ def grouped_mlp(
 
     Args:
       x: `[T, E]`. chosen: i32[T, k]. gate_up: `[X, E, 2, F]`, down: `[X, F, E]`, both in x's dtype.
-      implementation: None (the kernel where it can run), "xla" or "mosaic_gpu".
+      implementation: None (the kernel where it can run), "xla", "mosaic_gpu" or "ragged_dot".
       configs: `grouped_mosaic.GroupedConfig` of the two matmuls.
 
     Returns:
@@ -50,13 +50,11 @@ def grouped_mlp(
             "grouped_mlp takes x [T, E], chosen [T, k], gate_up [X, E, 2, F] and down [X, F, E], not "
             f"{list(x.shape)}, {list(chosen.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
         )
+    if implementation == "ragged_dot":
+        return _ragged(x, chosen, gate_up, down)
     taken = dispatch.select(implementation, lambda: dispatch.grouped_mlp_missing(x, gate_up))
     kernel = functools.partial(_kernel, configs=configs)
-    return dispatch.run(taken, kernel, _plain, x, chosen, gate_up, down)
-
-
-def _plain(*args: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(*args, cpu=_loop, default=_ragged)
+    return dispatch.run(taken, kernel, _loop, x, chosen, gate_up, down)
 
 
 # Up to so many pairs their ranks are counted by comparing all with all: one small fusion, where a sort takes longer.

@@ -43,7 +43,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(seconds > 0 for seconds in steps.seconds(params, [20, 40]).values())
     row = steps.expert_row(params)
     assert row["id"] == "experts/tiny/b2/vs_ragged_dot"
-    assert row["detail"]["error"] == 0.0  # here both are ragged_dot
+    assert row["detail"]["error"] < 1e-5  # float32: a loop over experts, and all in one
 
 
 def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
