@@ -184,13 +184,14 @@ def _experts(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Arra
 
 
 def _by_jax_kernel(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """`grouped_mlp` by the grouped matmul for Hopper that JAX comes with, in its smallest tile: 64 rows of an expert."""
+    """`grouped_mlp` by the grouped matmul for Hopper that JAX comes with, in its smallest tile: of 64 rows."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # Mosaic GPU, only where there is one
 
     k, flat = chosen.shape[1], chosen.reshape(-1)
     sizes = jnp.sum(flat[:, None] == jnp.arange(gate_up.shape[0])[None, :], axis=0, dtype=jnp.int32)
-    cut = {"block_m": 64, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
-    dot = functools.partial(ragged_dot, group_sizes=sizes, **cut)
+    dot: Any = functools.partial(
+        ragged_dot, group_sizes=sizes, block_m=64, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1
+    )
     order = jnp.argsort(flat, stable=True)
     gate, up = jnp.split(dot(x[order // k], gate_up.reshape(*gate_up.shape[:2], -1)), 2, axis=-1)
     out = dot(jax.nn.silu(gate) * up, down)
