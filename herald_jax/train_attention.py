@@ -43,17 +43,28 @@ def masked_attention(
 
 
 def _weights(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention weights f32`[B, K, G, T, S]`."""
+    """Attention weights f32`[B, K, T, G, S]`.
+
+    One matrix of T * G queries per KV head, so that the scores come out with the keys along the last axis: given the
+    axes apart, XLA makes them along the queries, and each softmax runs across memory and is transposed afterwards.
+    """
+    b, t, heads, group, d = q.shape
+    folded = jnp.swapaxes(q, 1, 2).reshape(b, heads, t * group, d)
     precision = "highest" if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32, precision=precision)
-    scores = jnp.where(mask[:, :, None], scores * q.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    scores = jnp.einsum(
+        "bkqd,bksd->bkqs", folded, jnp.swapaxes(k, 1, 2), preferred_element_type=jnp.float32, precision=precision
+    )
+    scores = scores.reshape(b, heads, t, group, -1)
+    scores = jnp.where(mask[:, :, :, None], scores * d**-0.5, jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
 
 
 def _scores_and_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    b, t, heads, group, d = q.shape
     precision = "highest" if q.dtype == jnp.float32 else None
-    weights = _weights(q, k, mask).astype(v.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=precision).astype(q.dtype)
+    weights = _weights(q, k, mask).astype(v.dtype).reshape(b, heads, t * group, -1)
+    out = jnp.einsum("bkqs,bksd->bkqd", weights, jnp.swapaxes(v, 1, 2), precision=precision).astype(q.dtype)
+    return jnp.swapaxes(out.reshape(b, heads, t, group, d), 1, 2)
 
 
 @functools.partial(
@@ -159,17 +170,17 @@ class TrainAttend:
         asking = asking.reshape(b * count, block)
         # A block without holes asks with all its positions, as a committing block does when it generates.
         rows = select.query_rows(plan, asking | ~jnp.any(asking, axis=1, keepdims=True))
-        counted = select.chosen(rows, block).reshape(b, 1, 1, count, block, 1)
+        counted = select.chosen(rows, block).reshape(b, 1, count, block, 1, 1)
         weights = jax.lax.stop_gradient(_weights(q, keys, mask))
-        heads, group = weights.shape[1:3]
+        heads, group = weights.shape[1], weights.shape[3]
         inside = weights[..., :end]
         if plan.normalise == "prefix":
             inside = inside / jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1e-30)
-        inside = inside.reshape(b, heads, group, count, block, end)
+        inside = inside.reshape(b, heads, count, block, group, end)
         if plan.reduce == "max":
-            score = jnp.max(jnp.where(counted, inside, 0.0), axis=(2, 4))
+            score = jnp.max(jnp.where(counted, inside, 0.0), axis=(3, 4))
         else:
-            score = jnp.sum(jnp.where(counted, inside, 0.0), axis=(2, 4))
+            score = jnp.sum(jnp.where(counted, inside, 0.0), axis=(3, 4))
         score = jnp.moveaxis(score, 2, 1).reshape(b * count, heads, end)  # [B * blocks, K, end]
         prefix = (self.at[:, blocks] * block).reshape(-1)
         budget = select.budget_of(plan, prefix)
