@@ -39,6 +39,7 @@ from benchmarks.accuracy_rows import (
     CERTAIN,
     Table,
     ablation_rows,
+    ablation_shares,
     ablations,
     accuracy_rows,
     finetuned_plans,
@@ -75,7 +76,10 @@ def main() -> None:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # which of the processes this one is
     parser.add_argument("--herald", action="store_true", help="HERALD's plan too")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--ablation", action="store_true", help="only the ablation, at the first length")
+    what.add_argument(
+        "--ablation", nargs="?", const="both", choices=["mage", "herald", "both"],
+        help="only the ablation, of both plans or one, at the first length",
+    )  # fmt: skip
     what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
     what.add_argument("--ar-limit", action="store_true", help="only the needle at block length 1")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
@@ -139,7 +143,7 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
         return table, samples
 
     if options.ablation:
-        found = ablations(herald=options.herald)
+        found = ablations(options.ablation)
         table, _ = gathered("ablation", [Dense(), *found.values()], lengths[:1])
         return write(options, "accuracy-ablation", ablation_rows(table, found, lengths[0]))
     if options.finetuned:
@@ -165,13 +169,13 @@ def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, unt
     In the main table the last part has the threshold policy's rows instead, and the replays. With `--finetuned` the
     lengths are shared out, and the first model's rounds leave half of the time to the second's.
     """
-    part, others = options.part, options.processes - (not options.ablation)
+    part, others = options.part, options.processes - (options.ablation is None)
     few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
     if options.finetuned:
         before, after = (accuracy_parts.folder(work / name, part) for name in ("untuned", "tuned"))
         answer_finetuned(options, lengths[part :: options.processes], before, after, until)
     elif options.ablation:
-        chosen = [Dense(), *ablations(herald=options.herald).values()][part::others]
+        chosen = ablation_shares([Dense(), *ablations(options.ablation).values()], others)[part]
         where = accuracy_parts.folder(work / "ablation", part)
         run_rounds(options, options.checkpoint, chosen, lengths[:1], where, None)
     elif part < others:
@@ -273,7 +277,7 @@ def run_rounds(
 
 def run_ablation(options: argparse.Namespace, length: int, work: Path, until: float | None) -> list[dict[str, Any]]:
     """One row per changed option: the drop in points of the task mean."""
-    found = ablations(herald=options.herald)
+    found = ablations(options.ablation)
     chosen: list[Plan] = [Dense(), *(dataclasses.replace(plan) for plan in found.values())]
 
     def report(table: Table) -> list[dict[str, Any]]:

@@ -74,8 +74,19 @@ def finetuned_plans() -> list[Plan]:
     return [Dense(), mage(0.02, page_size=1)]
 
 
-def ablations(*, herald: bool) -> dict[str, Plan]:
-    """What each row of the ablation changes."""
+def ablation_shares(chosen: Sequence[Plan], processes: int) -> list[list[Plan]]:
+    """The plans of each process. HERALD's go into a quarter of them: each scans on every core it may use."""
+    herald: list[Plan] = [plan for plan in chosen if isinstance(plan, Herald)]
+    others: list[Plan] = [plan for plan in chosen if not isinstance(plan, Herald)]
+    if not herald or processes == 1:
+        return [list(chosen[i::processes]) for i in range(processes)]
+    aside = max(1, processes // 4)
+    rest = processes - aside
+    return [others[i::rest] for i in range(rest)] + [herald[i::aside] for i in range(aside)]
+
+
+def ablations(of: str) -> dict[str, Plan]:
+    """What each row of the ablation changes; `of` "mage", "herald" or "both"."""
     near = {"sinks": 4, "recent": 32}
     changes: list[dict[str, Any]] = [
         {},
@@ -93,19 +104,17 @@ def ablations(*, herald: bool) -> dict[str, Plan]:
         {"allocate": "layer_adaptive"},
         near,
     ]
-    found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes}
-    if herald:
+    found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes} if of != "herald" else {}
+    if of != "mage":
         changes = [
             {},
-            {"page_size": 1},
+            {"draft_at": 0.0},
+            {"draft_at": 0.25},
             {"page_size": 8},
             {"query": "center"},
             {"query": "all"},
             {"dense_layers": 1},
-            {"draft_at": 0.0},
-            {"draft_at": 0.25},
-            {"draft_at": 0.75},
-            {"query": "all", "draft": False},
+            {"draft": False},
         ]
         found |= {f"herald {named(change)}": Herald(budget=0.05, min_budget=1, **change) for change in changes}
     return found

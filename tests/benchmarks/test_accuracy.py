@@ -86,6 +86,10 @@ def test_every_plan_has_one_process(processes: int) -> None:
     assert len(made) == processes
     assert sorted(describe(plan) for chosen, _ in made for plan in chosen) == sorted(map(describe, plans))
     assert all(every or Dense() not in chosen for chosen, every in made)
+    cases = [Dense(), *accuracy_rows.ablations("both").values()]
+    shared = accuracy_rows.ablation_shares(cases, processes)
+    assert len(shared) == processes
+    assert sorted(map(describe, cases)) == sorted(describe(plan) for chosen in shared for plan in chosen)
 
 
 def test_what_fine_tuning_gains() -> None:
@@ -111,7 +115,8 @@ def test_what_fine_tuning_gains() -> None:
 
 
 def test_ablation_changes_one_thing_at_a_time() -> None:
-    found = accuracy_rows.ablations(herald=True)
+    found = accuracy_rows.ablations("both")
+    assert found == accuracy_rows.ablations("mage") | accuracy_rows.ablations("herald")
     labels = [describe(plan) for plan in found.values()]
     assert len(set(labels)) == len(labels)
     assert next(iter(found)) == "default"
