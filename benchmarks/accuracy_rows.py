@@ -80,8 +80,8 @@ def ablation_shares(chosen: Sequence[Plan], processes: int) -> list[list[Plan]]:
     others: list[Plan] = [plan for plan in chosen if not isinstance(plan, Herald)]
     if not herald or processes == 1:
         return [list(chosen[i::processes]) for i in range(processes)]
-    aside = max(1, processes // 4)
-    rest = processes - aside
+    rest = min(len(others), processes - max(1, processes // 4))
+    aside = processes - rest
     return [others[i::rest] for i in range(rest)] + [herald[i::aside] for i in range(aside)]
 
 

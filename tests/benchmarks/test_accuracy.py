@@ -89,6 +89,7 @@ def test_every_plan_has_one_process(processes: int) -> None:
     cases = [Dense(), *accuracy_rows.ablations("both").values()]
     shared = accuracy_rows.ablation_shares(cases, processes)
     assert len(shared) == processes
+    assert all(shared)
     assert sorted(map(describe, cases)) == sorted(describe(plan) for chosen in shared for plan in chosen)
 
 
