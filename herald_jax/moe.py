@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from herald_jax.config import ModelConfig, MoEConfig
 from pallas_kernels import dispatch, grouped_route
-from pallas_kernels.grouped import grouped_mlp
+from pallas_kernels.grouped import grouped_sum
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
 
@@ -142,14 +142,14 @@ def apply_experts(
     Args:
       x: `[B, T, E]`. weights, experts: `[B, T, k]`, from `route`.
       gate_up: `[X, E, 2, F]`, down: `[X, F, E]`, in the dtype of `x`. A slice of F gives that slice's part of the sum.
-      implementation: passed to `grouped_mlp`.
+      implementation: passed to `grouped_sum`.
 
     Returns:
       f32[B, T, E].
     """
-    tokens, k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
-    parts = grouped_mlp(tokens, experts.reshape(-1, k), gate_up, down, implementation=implementation)
-    return jnp.sum(parts * weights.reshape(-1, k, 1), axis=1).reshape(x.shape)
+    tokens, by, chosen = (a.reshape(-1, a.shape[-1]) for a in (x, weights, experts))
+    total = grouped_sum(tokens, by, chosen, gate_up, down, dtype=jnp.float32, implementation=implementation)
+    return total.reshape(x.shape)
 
 
 class _Router(nnx.Module):
@@ -191,27 +191,26 @@ class MoE(nnx.Module):
         # A kernel is one device's, and the router's logits are split over the mesh.
         how = "xla" if mesh is not None else None
         weights, experts = route(logits, self.moe, bias, self.block_length, how)
-        apply = apply_experts
-        if mesh is not None:
-            rows = P("data", None, None)
-            apply = jax.shard_map(
-                functools.partial(_summed_over_model, apply_experts),
-                mesh=mesh,
-                in_specs=(rows, rows, rows, P(None, None, None, "model"), P(None, "model", None)),
-                out_specs=rows,
-                check_vma=False,
-            )
-        routed = apply(x, weights, experts, self.experts.gate_up[...], self.experts.down[...]).astype(x.dtype)
-        if not hasattr(self, "shared"):
-            return routed
-        return routed + (self.shared(x) if mesh is not None else _shared(self.shared, x))
+        gate_up, down = self.experts.gate_up[...], self.experts.down[...]
+        if mesh is None:
+            tokens, weights, experts = (a.reshape(-1, a.shape[-1]) for a in (x, weights, experts))
+            extra = _shared(self.shared, tokens) if hasattr(self, "shared") else None
+            return grouped_sum(tokens, weights, experts, gate_up, down, extra, dtype=x.dtype).reshape(x.shape)
+        rows = P("data", None, None)
+        apply = jax.shard_map(
+            functools.partial(_summed_over_model, apply_experts),
+            mesh=mesh,
+            in_specs=(rows, rows, rows, P(None, None, None, "model"), P(None, "model", None)),
+            out_specs=rows,
+            check_vma=False,
+        )
+        routed = apply(x, weights, experts, gate_up, down).astype(x.dtype)
+        return routed + self.shared(x) if hasattr(self, "shared") else routed
 
 
 def _shared(mlp: Any, x: jax.Array) -> jax.Array:
-    """What `model._MLP` computes, by the matmuls of a denoising step where they can run."""
-    gate_up, down = mlp.gate_up.kernel[...], mlp.down.kernel[...]
-    parts = stream_matmul(gated_matmul(x.reshape(-1, x.shape[-1]), gate_up), down)
-    return jnp.sum(parts.astype(jnp.float32), axis=0).astype(x.dtype).reshape(x.shape)
+    """What `model._MLP` computes of x `[R, E]`, as partial sums `[S, R, E]` by a denoising step's matmuls."""
+    return stream_matmul(gated_matmul(x, mlp.gate_up.kernel[...]), mlp.down.kernel[...])
 
 
 def _summed_over_model(function: Any, *args: jax.Array) -> jax.Array:

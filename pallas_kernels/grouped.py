@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, grouped_rows
 
-__all__ = ["grouped_mlp"]
+__all__ = ["grouped_mlp", "grouped_sum"]
 
 
 def grouped_mlp(
@@ -44,17 +44,21 @@ def grouped_mlp(
       ValueError: shapes that do not fit.
       NotImplementedError: `implementation="mosaic_gpu"` where that kernel cannot run; the message says why.
     """
+    _check(x, chosen, gate_up, down)
+    if implementation == "ragged_dot":
+        return _ragged(x, chosen, gate_up, down)
+    taken = dispatch.select(implementation, lambda: dispatch.grouped_mlp_missing(x, gate_up))
+    kernel = functools.partial(_kernel, configs=configs)
+    return dispatch.run(taken, kernel, _loop, x, chosen, gate_up, down)
+
+
+def _check(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> None:
     experts, size, _, width = gate_up.shape
     if x.ndim != 2 or x.shape[1] != size or down.shape != (experts, width, size) or chosen.shape[0] != x.shape[0]:
         raise ValueError(
             "grouped_mlp takes x [T, E], chosen [T, k], gate_up [X, E, 2, F] and down [X, F, E], not "
             f"{list(x.shape)}, {list(chosen.shape)}, {list(gate_up.shape)} and {list(down.shape)}"
         )
-    if implementation == "ragged_dot":
-        return _ragged(x, chosen, gate_up, down)
-    taken = dispatch.select(implementation, lambda: dispatch.grouped_mlp_missing(x, gate_up))
-    kernel = functools.partial(_kernel, configs=configs)
-    return dispatch.run(taken, kernel, _loop, x, chosen, gate_up, down)
 
 
 # Up to so many pairs their ranks are counted by comparing all with all: one small fusion, where a sort takes longer.
@@ -177,11 +181,63 @@ def _loop(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) 
 def _kernel(
     x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array, *, configs: tuple[Any, Any]
 ) -> jax.Array:
+    out, laid = _by_rows(x, chosen, gate_up, down, configs)
+    return out[laid.row].reshape(*chosen.shape, -1).astype(jnp.float32)
+
+
+def _by_rows(
+    x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array, configs: tuple[Any, Any]
+) -> tuple[jax.Array, Layout]:
+    """Every pair's result `[R, E]`, laid out by expert."""
     from pallas_kernels import grouped_mosaic as mosaic  # Mosaic GPU is imported only where a kernel is built
 
     assert (ALIGN, ROWS) == (mosaic.ALIGN, mosaic.ROWS)
     laid = lay_out(chosen, gate_up.shape[0], implementation=None)
     work = laid.expert, laid.start, laid.filled
-    hidden = mosaic.matmul(x[laid.token], gate_up, *work, gated=True, config=configs[0])
-    out = mosaic.matmul(hidden, down, *work, gated=False, config=configs[1])
-    return out[laid.row].reshape(*chosen.shape, -1).astype(jnp.float32)
+    first, second = configs
+    # With several tokens to an expert its programs take twice the columns, for which the tokens are fetched half as
+    # often. Figures: docs/mixture-of-experts.md.
+    first = first or mosaic.GroupedConfig(2 if chosen.size >= 4 * gate_up.shape[0] else 1)
+    form = dispatch.select(None, lambda: None)
+    spread = dispatch.run(form, grouped_rows.spread, lambda x, token: x[token], x, laid.token)
+    hidden = mosaic.matmul(spread, gate_up, *work, gated=True, config=first)
+    return mosaic.matmul(hidden, down, *work, gated=False, config=second), laid
+
+
+def grouped_sum(
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    extra: jax.Array | None = None,
+    *,
+    dtype: Any,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The sum of a token's experts' results, each times its weight, and of what else is added: `[T, E]` of `dtype`.
+
+    Args:
+      weights: f32[T, k]. x, chosen, gate_up, down, implementation: as `grouped_mlp` takes them.
+      extra: `[S, T, E]` of x's dtype, to be added along the first axis, or None.
+      dtype: float32 or x's.
+
+    Raises as `grouped_mlp` does.
+    """
+
+    def plain(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any, extra: Any) -> jax.Array:
+        parts = grouped_mlp(x, chosen, gate_up, down, implementation=implementation)
+        total = jnp.sum(parts * weights[..., None], axis=1)
+        if extra is not None:
+            total = total + jnp.sum(extra.astype(jnp.float32), axis=0)
+        return total.astype(dtype)
+
+    def kernel(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any, extra: Any) -> jax.Array:
+        out, laid = _by_rows(x, chosen, gate_up, down, (None, None))
+        return grouped_rows.combine(out, laid.row, weights, extra, dtype=dtype)
+
+    _check(x, chosen, gate_up, down)
+    taken = dispatch.select(
+        "xla" if implementation == "ragged_dot" else implementation, lambda: dispatch.grouped_mlp_missing(x, gate_up)
+    )
+    return dispatch.run(taken, kernel, plain, x, weights, chosen, gate_up, down, extra)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from pallas_kernels import dispatch, grouped, grouped_layout, lanes_numpy
+from pallas_kernels import dispatch, grouped, grouped_layout, grouped_rows, lanes_numpy
 from pallas_kernels.grouped import grouped_mlp
 
 needs_mosaic = pytest.mark.skipif(
@@ -80,6 +80,21 @@ def test_layout_kernel_in_numpy(tokens: int, k: int, experts: int, crowd: int) -
     for name in ("token", "row", "start", "filled"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
     np.testing.assert_array_equal(found.expert[there], np.asarray(wanted.expert)[there])
+
+
+@pytest.mark.parametrize(("dtype", "splits"), [("bfloat16", 2), ("float32", 0)])
+def test_rows_of_experts_and_back_in_numpy(dtype: str, splits: int) -> None:
+    draw = np.random.default_rng(0)
+    x, out = (jnp.asarray(draw.normal(size=(rows, 24)), jnp.bfloat16) for rows in (5, 700))
+    token, row = draw.integers(0, 5, 700).astype(np.int32), draw.permutation(700)[:15].astype(np.int32)
+    np.testing.assert_array_equal(grouped_rows.spread(x, token, launch=lanes_numpy.launch), x[token])
+    weights = draw.random((5, 3)).astype(np.float32)
+    extra = jnp.asarray(draw.normal(size=(splits, 5, 24)), jnp.bfloat16) if splits else None
+    found = grouped_rows.combine(out, row, weights, extra, dtype=jnp.dtype(dtype), launch=lanes_numpy.launch)
+    wanted = np.einsum("tj,tje->te", weights, np.asarray(out, np.float32)[row].reshape(5, 3, 24))
+    if extra is not None:
+        wanted = wanted + np.asarray(extra, np.float32).sum(axis=0)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=1e-2 if splits else 1e-6, atol=1e-6)
 
 
 def test_what_the_layout_kernel_does_not_do() -> None:
