@@ -78,10 +78,12 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--ablation", nargs="?", const="both", choices=["mage", "herald", "both"],
-        help="only the ablation, of both plans or one, at the first length",
+        help="only the ablation, of both plans or one",
     )  # fmt: skip
     what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
     what.add_argument("--ar-limit", action="store_true", help="only the needle at block length 1")
+    parser.add_argument("--budgets", default="0.05", help="of the ablation (default %(default)s)")
+    parser.add_argument("--cases", help="of the ablation, by name and separated by semicolons (default: all)")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
@@ -99,7 +101,7 @@ def main() -> None:
         if options.part is not None:
             return answer_part(options, lengths, work, until)
         if options.ablation:
-            rows = run_ablation(options, lengths[0], work, until)
+            rows = run_ablation(options, lengths, work, until)
         elif options.finetuned:
             rows = run_finetuned(options, lengths, work, until)
         elif options.ar_limit:
@@ -143,9 +145,9 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
         return table, samples
 
     if options.ablation:
-        found = ablations(options.ablation)
-        table, _ = gathered("ablation", [Dense(), *found.values()], lengths[:1])
-        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths[0]))
+        found = ablation_cases(options)
+        table, _ = gathered("ablation", [Dense(), *found.values()], lengths)
+        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths))
     if options.finetuned:
         pair = finetuned_plans()
         _, before = gathered("untuned", pair, lengths)
@@ -175,9 +177,9 @@ def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, unt
         before, after = (accuracy_parts.folder(work / name, part) for name in ("untuned", "tuned"))
         answer_finetuned(options, lengths[part :: options.processes], before, after, until)
     elif options.ablation:
-        chosen = ablation_shares([Dense(), *ablations(options.ablation).values()], others)[part]
+        chosen = ablation_shares([Dense(), *ablation_cases(options).values()], others)[part]
         where = accuracy_parts.folder(work / "ablation", part)
-        run_rounds(options, options.checkpoint, chosen, lengths[:1], where, None)
+        run_rounds(options, options.checkpoint, chosen, lengths, where, None)
     elif part < others:
         chosen, all_samples = shares(plans(herald=options.herald), others)[part]
         where = accuracy_parts.folder(work / "accuracy", part)
@@ -275,15 +277,25 @@ def run_rounds(
     return table(done), done
 
 
-def run_ablation(options: argparse.Namespace, length: int, work: Path, until: float | None) -> list[dict[str, Any]]:
+def ablation_cases(options: argparse.Namespace) -> dict[str, Plan]:
+    return ablations(
+        options.ablation,
+        budgets=[float(part) for part in options.budgets.split(",")],
+        only=None if options.cases is None else options.cases.split(";"),
+    )
+
+
+def run_ablation(
+    options: argparse.Namespace, lengths: Sequence[int], work: Path, until: float | None
+) -> list[dict[str, Any]]:
     """One row per changed option: the drop in points of the task mean."""
-    found = ablations(options.ablation)
+    found = ablation_cases(options)
     chosen: list[Plan] = [Dense(), *(dataclasses.replace(plan) for plan in found.values())]
 
     def report(table: Table) -> list[dict[str, Any]]:
-        return write(options, "accuracy-ablation", ablation_rows(table, found, length))
+        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths))
 
-    table, _ = run_rounds(options, options.checkpoint, chosen, [length], work / "ablation", until, report)
+    table, _ = run_rounds(options, options.checkpoint, chosen, lengths, work / "ablation", until, report)
     return report(table)
 
 

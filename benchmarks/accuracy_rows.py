@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,11 @@ def ablation_shares(chosen: Sequence[Plan], processes: int) -> list[list[Plan]]:
     return [others[i::rest] for i in range(rest)] + [herald[i::aside] for i in range(aside)]
 
 
-def ablations(of: str) -> dict[str, Plan]:
-    """What each row of the ablation changes; `of` "mage", "herald" or "both"."""
+def ablations(of: str, *, budgets: Sequence[float] = (0.05,), only: Sequence[str] | None = None) -> dict[str, Plan]:
+    """The ablation's cases, each by its budget and what it changes: "5/query=center".
+
+    `of` is "mage", "herald" or "both"; `only` names the changes that are wanted. Raises SystemExit for an unknown one.
+    """
     near = {"sinks": 4, "recent": 32}
     changes: list[dict[str, Any]] = [
         {},
@@ -104,7 +108,9 @@ def ablations(of: str) -> dict[str, Plan]:
         {"allocate": "layer_adaptive"},
         near,
     ]
-    found: dict[str, Plan] = {named(change): mage(0.05, **change) for change in changes} if of != "herald" else {}
+    makers: dict[str, Callable[[float], Plan]] = {}
+    if of != "herald":
+        makers = {named(change): functools.partial(mage, **change) for change in changes}
     if of != "mage":
         changes = [
             {},
@@ -116,8 +122,12 @@ def ablations(of: str) -> dict[str, Plan]:
             {"dense_layers": 1},
             {"draft": False},
         ]
-        found |= {f"herald {named(change)}": Herald(budget=0.05, min_budget=1, **change) for change in changes}
-    return found
+        herald = functools.partial(Herald, min_budget=1)
+        makers |= {f"herald {named(change)}": functools.partial(herald, **change) for change in changes}
+    if unknown := set(only or ()) - makers.keys():
+        raise SystemExit(f"error: no ablation is named {unknown.pop()!r}; there are: {'; '.join(makers)}")
+    wanted = {name: make for name, make in makers.items() if only is None or name in only}
+    return {f"{round(100 * budget)}/{name}": make(budget) for budget in budgets for name, make in wanted.items()}
 
 
 def named(change: dict[str, Any]) -> str:
@@ -251,21 +261,21 @@ def threshold_rows(table: Table, lengths: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def ablation_rows(table: Table, found: dict[str, Plan], length: int) -> list[dict[str, Any]]:
-    """One row per case that has been answered, and what the best of MAGE's loses on aggregation."""
+def ablation_rows(table: Table, found: dict[str, Plan], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """One row per case that has been answered, and what the best of MAGE's at 5 % loses on aggregation."""
     rows = []
-    found = {name: plan for name, plan in found.items() if (describe(plan), str(length)) in table.means}
-    for name, plan in found.items():
-        by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
-        whole = table.drop(plan, length)
-        drop = whole.pop("drop")
-        detail = {**whole, "by_task": by_task}
-        rows.append(common.row(f"ablation/5/{name_of(length)}/{name}", drop, "points", detail=detail))
-    lost = {
-        name: 100 * table.score(plan, f"common_words/{length}")["drop"]
-        for name, plan in found.items()
-        if isinstance(plan, Mage)
-    }
+    lost: dict[str, float] = {}
+    for length in lengths:
+        for case, plan in found.items():
+            if (describe(plan), str(length)) not in table.means:
+                continue
+            budget, name = case.split("/", 1)
+            by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
+            whole = table.drop(plan, length)
+            id = f"ablation/{budget}/{name_of(length)}/{name}"
+            rows.append(common.row(id, whole.pop("drop"), "points", detail={**whole, "by_task": by_task}))
+            if isinstance(plan, Mage) and budget == "5" and length == lengths[0]:
+                lost[name] = by_task["common_words"]
     if lost:
         best = min(lost, key=lambda name: lost[name])
         goal = GOALS["mage/5/aggregation/drop"]

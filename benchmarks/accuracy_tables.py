@@ -98,19 +98,23 @@ def ar_limit(results: dict[str, Any]) -> list[str]:
 
 
 def ablation(results: dict[str, Any]) -> list[str]:
-    """One line per changed option: points lost at a budget of 5 %, in the mean and by task."""
-    rows = [row for row in results["rows"] if row["id"].startswith("ablation/")]
-    if not rows:
-        return []
-    tasks = list(rows[0]["detail"]["by_task"])
-    lines = [
-        [row["id"].split("/", 3)[3], _interval(row), f"{row['detail']['steps_per_block']:.1f}",
-         *(f"{row['detail']['by_task'][task]:.1f}" for task in tasks)]
-        for row in rows
-    ]  # fmt: skip
-    head = ["changed", "mean lost", "steps per block", *(task.replace("_", " ") for task in tasks)]
-    where, samples = rows[0]["id"].split("/")[2].upper(), min(row["detail"]["samples"] for row in rows)
-    return [f"At 5 % and {where} tokens, {samples} samples of each task:", "", *_table(head, lines)]
+    """A table for each budget and length: a line per changed option, points lost in the mean and by task."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        if row["id"].startswith("ablation/"):
+            _, budget, length, _ = row["id"].split("/", 3)
+            groups.setdefault((budget, length), []).append(row)
+    lines: list[str] = []
+    for (budget, length), rows in groups.items():
+        tasks = list(rows[0]["detail"]["by_task"])
+        made = [
+            [row["id"].split("/", 3)[3], _interval(row), f"{row['detail']['steps_per_block']:.1f}",
+             str(row["detail"]["samples"]), *(f"{row['detail']['by_task'][task]:.1f}" for task in tasks)]
+            for row in rows
+        ]  # fmt: skip
+        head = ["changed", "mean lost", "steps per block", "samples", *(task.replace("_", " ") for task in tasks)]
+        lines += [*([""] if lines else []), f"At {budget} % and {length.upper()} tokens:", "", *_table(head, made)]
+    return lines
 
 
 def tables(folder: Path = RESULTS) -> str:

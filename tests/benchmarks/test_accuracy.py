@@ -120,7 +120,11 @@ def test_ablation_changes_one_thing_at_a_time() -> None:
     assert found == accuracy_rows.ablations("mage") | accuracy_rows.ablations("herald")
     labels = [describe(plan) for plan in found.values()]
     assert len(set(labels)) == len(labels)
-    assert next(iter(found)) == "default"
+    assert next(iter(found)) == "5/default"
+    few = accuracy_rows.ablations("mage", budgets=[0.02, 0.1], only=["query=center"])
+    assert few == {f"{n}/query=center": accuracy_rows.mage(n / 100, query="center") for n in (2, 10)}
+    with pytest.raises(SystemExit, match="no ablation is named 'query=middle'"):
+        accuracy_rows.ablations("mage", only=["query=middle"])
     assert all(plan.budget == 0.05 and plan.min_budget == 1 for plan in found.values())
 
 
@@ -183,7 +187,8 @@ def test_tables(tmp_path: Path) -> None:
     assert "| `mage/5/aggregation/drop` | 3 % |  |  |\n| `finetune/2/gap_closed` | 0.5 % | >=0.5 | met |" in text
     assert "| `mage/10` | 85.0 (70.0 to 100.0) |" in text
     assert "20 samples each, on NVIDIA H200." in text
-    assert "| query=first | 1.5 (1.0 to 2.0) | 3.2 | 0.7 |" in text
+    assert "At 5 % and 4K tokens:\n\n| changed |" in text
+    assert "| query=first | 1.5 (1.0 to 2.0) | 3.2 | 9 | 0.7 |" in text
     assert accuracy_tables.tables(tmp_path / "empty") == "Not measured yet.\n"
     with pytest.raises(SystemExit, match="no row"):
         accuracy_tables.scores(report | {"rows": ROWS[4:]})
