@@ -1,15 +1,14 @@
 """The matmul of `stream_matmul` for 129 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
 
 With so many tokens the tensor cores take longer than the memory does. So a program has a tile as large as the registers
-hold, all tokens against 128 to 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
+hold, all tokens against 128 or 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
 tokens' accumulators and goes through the contracted axis, fed by one that only issues TMA copies. Weights pass through
-once. The two programs of a cluster fetch the tokens once for both.
+once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,7 +21,7 @@ from pallas_kernels.stream_matmul_mosaic import DEPTH, GATED_KERNEL_NAME, KERNEL
 
 WARPGROUPS = 2
 ROWS = 128  # tokens per compute warpgroup
-COLUMNS = (128, 160, 192)  # per program: as many registers of accumulators per thread
+COLUMNS = (128, 192)  # per program: as many registers of accumulators per thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +32,11 @@ class WideConfig:
         columns: of the weights per program, one of COLUMNS (gated: half of them gate).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
-        cluster: programs of neighbouring columns that share token tiles, 1 or 2: so often less the L2 delivers them.
     """
 
     columns: int
     splits: int
     stages: int
-    cluster: int
 
 
 def padded(tokens: int) -> int:
@@ -66,12 +63,11 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfi
         busy = waves * (2 + -(-steps // splits) * width * DEPTH * padded(tokens) * 2 / 6.1e6)
         return busy + (splits * tokens * columns * 4 / 4e6 if splits > 1 else 0)
 
-    widths = [width for width in (128, 192) if width <= columns * (2 if gated else 1)]  # 160 has not been timed
+    widths = [width for width in COLUMNS if width <= columns * (2 if gated else 1)]
     most = 1 if gated else min(MAX_SPLITS, steps)
     width, splits = min(((w, s) for w in widths for s in range(1, most + 1)), key=cost)
-    shared = programs(width) > 1 and tokens % 16 == 0
-    stages = next(n for n in (6, 5, 4) if smem_bytes(tokens, WideConfig(width, splits, n, 1)) <= SMEM_LIMIT)
-    return WideConfig(width, splits, stages, 2 if shared else 1)
+    configs = (WideConfig(width, splits, stages) for stages in (6, 5, 4))
+    return next(config for config in configs if smem_bytes(tokens, config) <= SMEM_LIMIT)
 
 
 def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None = None) -> jax.Array:
@@ -83,24 +79,21 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     columns = w.shape[-1]
     if config is None:
         config = make_config(tokens, depth, columns, gated)
-    c, splits, stages, cluster = config.columns, config.splits, config.stages, config.cluster
+    c, splits, stages = config.columns, config.splits, config.stages
     width = c // 2 if gated else c
     steps = depth // DEPTH
     _check(config, tokens, steps, columns, width, gated)
     programs = -(-columns // width)
     halves = 2 if gated else 1
-    # Halves of 96 or 80 columns are whole rows of narrower swizzles only.
-    piece = next(n for n in (64, 32, 16) if width % n == 0)
+    # Halves of 96 columns are whole rows of a narrower swizzle only.
+    piece = 64 if width % 64 == 0 else 32
     pieces = DEPTH // piece
     w = w.reshape(depth, -1)
     dtype = x.dtype
 
     def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free):
-        program = lax.axis_index("columns")
-        if cluster > 1:
-            program = program * cluster + lax.axis_index("sharer")
         # The last programs overlap where columns are no multiple of theirs: they write the same values.
-        column = jnp.minimum(program * width, columns - width)
+        column = jnp.minimum(lax.axis_index("columns") * width, columns - width)
         split = lax.axis_index("split")
         wg = lax.axis_index("wg")
         first, last = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
@@ -179,38 +172,29 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
                         x_ref.at[:, pl.ds(index * DEPTH + i * piece, piece)],
                         x_smem.at[slot, i, pl.ds(0, tokens)],
                         ready.at[slot],
-                        collective_axes="sharer" if cluster > 1 else None,
                     )
 
             filled = jnp.minimum(first + stages, last)
             pl.loop(first, filled)(lambda index: load(index, False))
             pl.loop(filled, last)(lambda index: load(index, True))
-            # The programs of a cluster arrive at each other's barriers: none may end before the last has arrived.
-            # Without a cluster nothing depends on this, but the interpreter wants every completed phase to be seen.
+            # Nothing depends on this; the interpreter wants every phase that completed to have been seen.
             pl.loop(jnp.maximum(first, last - stages), last)(
                 lambda index: plgpu.barrier_wait(free.at[lax.rem(index - first, stages)])
             )
 
     transforms = (plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(2 * piece))
-    free: Any
-    if cluster > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("sharer",), num_arrivals=WARPGROUPS, num_barriers=stages)
-    else:
-        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, columns) if gated else (splits, tokens, columns), dtype),
-        grid=(-(-programs // cluster), splits),
+        grid=(programs, splits),
         grid_names=("columns", "split"),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("sharer",) if cluster > 1 else (),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types={
             "x_smem": plgpu.SMEM((stages, pieces, padded(tokens), piece), dtype, transforms=transforms),
             "w_smem": plgpu.SMEM((stages, halves, DEPTH, width), w.dtype, transforms=transforms),
             "ready": plgpu.Barrier(num_arrivals=halves + pieces, num_barriers=stages),
-            "free": free,
+            "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=GATED_KERNEL_NAME if gated else KERNEL_NAME,
@@ -222,10 +206,8 @@ def _check(config: WideConfig, tokens: int, steps: int, columns: int, width: int
         raise ValueError(f"a program has {COLUMNS} columns, and no more than there are: not {config} for {columns}")
     if not 1 <= config.splits <= (1 if gated else steps):
         raise ValueError(f"a gated product has 1 split, any other from 1 to {steps}, its steps: not {config.splits}")
-    if config.cluster not in (1, 2) or tokens % (8 * config.cluster):
-        raise ValueError(f"1 or 2 programs share token tiles, by 8 rows each: not {config.cluster} {tokens} tokens")
-    if not 128 < tokens <= WARPGROUPS * ROWS:
-        raise ValueError(f"the wide matmul takes 129 to {WARPGROUPS * ROWS} tokens, not {tokens}")
+    if not 128 < tokens <= WARPGROUPS * ROWS or tokens % 8:
+        raise ValueError(f"the wide matmul takes a multiple of 8 tokens from 129 to {WARPGROUPS * ROWS}, not {tokens}")
     least = max(2, -(-width // 64))  # the result, 64 columns in each, lies in them before it leaves
     if config.stages < least or smem_bytes(tokens, config) > SMEM_LIMIT:
         raise ValueError(
