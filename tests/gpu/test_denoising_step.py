@@ -92,6 +92,7 @@ def test_heads_and_cache(dim: int, group: int, norm: bool, keep: bool) -> None:
 # 128 experts behind a first layer without them, and half of each head rotated.
 EXPERTS = dataclasses.replace(
     tiny.SDAR,
+    head_dim=128,
     rope=RopeConfig(theta=1e4, rotary_dim=64),
     moe=MoEConfig(128, 8, 64, "sigmoid", True, 2.5, True, 8, 4, shared_size=128, first_dense_layers=1),
 )
@@ -102,7 +103,7 @@ EXPERTS = dataclasses.replace(
     [*((form, batch) for form in ("sdar", "fast_dllm") for batch in (1, 3, 4)), ("experts", 1), ("experts", 10)],
 )
 def test_a_forward_is_as_exact_as_the_ordinary_one(form: str, batch: int) -> None:
-    """Both are roundings of the same float32 forward, and about equally far from it: not as equally where rounded tokens
+    """Both are roundings of the same float32 forward, and about equally far from it: less so where rounded tokens
     choose other experts. Ten rows are more than the matmuls' own kernels take."""
     config = dataclasses.replace(
         EXPERTS if form == "experts" else tiny.FORMS[form],
