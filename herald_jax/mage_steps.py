@@ -154,19 +154,13 @@ def commit(
     """After a sparse forward: the block's K and V of `committing` rows (bool[B]) from the pool into the whole cache."""
 
     def local(cache: MageKV, prefix: jax.Array, committing: jax.Array) -> MageKV:
-        def behind_selected(x: jax.Array) -> jax.Array:  # [L, B, K, S, D] -> [L, B, K, M, D]
-            one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=block, axis=1)
-            return jax.vmap(jax.vmap(one))(x, cache.counts)
-
-        written = scatter_rows(
-            behind_selected(cache.pool.k),
-            behind_selected(cache.pool.v),
-            prefix,
-            cache.full.k,
-            cache.full.v,
-            mask=committing,
-            implementation=implementation,
-        )
+        # Out of the pool and into the cache in one launch, which does nothing where nothing is committed: most steps.
+        shape = (*cache.full.k.shape[:3], block)
+        token = jax.lax.broadcasted_iota(jnp.int32, shape, 3)
+        rows = cache.counts[:, :, None, None] + token
+        slots = jnp.where(committing[None, :, None, None], prefix[None, :, None, None] + token, -1)
+        full, pool = cache.full, cache.pool
+        written = gather_rows(pool.k, pool.v, rows, full.k, full.v, dst=slots, implementation=implementation)
         return dataclasses.replace(cache, full=DeviceKV(*written))
 
     if mesh is None:
