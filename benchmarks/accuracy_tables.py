@@ -98,33 +98,42 @@ def ar_limit(results: dict[str, Any]) -> list[str]:
 
 
 def ablation(results: dict[str, Any]) -> list[str]:
-    """A table for each budget and length: a line per changed option, points lost in the mean and by task."""
+    """A line per changed option: points lost in the mean and by task; a table per budget and length, singles in one."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in results["rows"]:
         if row["id"].startswith("ablation/"):
             _, budget, length, _ = row["id"].split("/", 3)
             groups.setdefault((budget, length), []).append(row)
-    lines: list[str] = []
+    parts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for (budget, length), rows in groups.items():
-        tasks = list(rows[0]["detail"]["by_task"])
+        where = f"{budget} % and {length.upper()} tokens"
+        for row in rows:
+            name = row["id"].split("/", 3)[3]
+            if len(rows) == 1 < len(groups):
+                parts.setdefault("At other budgets and lengths:", []).append((f"{name}, {where}", row))
+            else:
+                parts.setdefault(f"At {where}:", []).append((name, row))
+    lines: list[str] = []
+    for title, found in parts.items():
+        tasks = list(found[0][1]["detail"]["by_task"])
         made = [
-            [row["id"].split("/", 3)[3], _interval(row), f"{row['detail']['steps_per_block']:.1f}",
-             str(row["detail"]["samples"]), *(f"{row['detail']['by_task'][task]:.1f}" for task in tasks)]
-            for row in rows
+            [name, _interval(row), f"{row['detail']['steps_per_block']:.1f}", str(row["detail"]["samples"]),
+             *(f"{row['detail']['by_task'][task]:.1f}" for task in tasks)]
+            for name, row in found
         ]  # fmt: skip
         head = ["changed", "mean lost", "steps per block", "samples", *(task.replace("_", " ") for task in tasks)]
-        lines += [*([""] if lines else []), f"At {budget} % and {length.upper()} tokens:", "", *_table(head, made)]
+        lines += [*([""] if lines else []), title, "", *_table(head, made)]
     return lines
 
 
 def tables(folder: Path = RESULTS) -> str:
     """Markdown of everything that was measured; a sentence where nothing was."""
     parts: list[str] = []
-    for path in sorted(folder.glob("accuracy*.json")):
+    for path in sorted(folder.glob("accuracy*.json"), key=lambda path: ("ablation" in path.name, path.name)):
         results = json.loads(path.read_text(encoding="utf-8"))
         if any(row["id"].startswith("dense/") for row in results["rows"]):
             parts.append(scores(results))
-        for made in (others(results), ar_limit(results), ablation(results)):
+        for made in (ar_limit(results), ablation(results), others(results)):
             if made:
                 parts.append("\n".join(made))
     return "\n\n".join(parts) + "\n" if parts else "Not measured yet.\n"

@@ -141,6 +141,8 @@ ROWS = [
     row("smollm2/1k/dense", 90.0, low=75.0, high=100.0, samples=20),
     row("smollm2/1k/mage/10", 85.0, low=70.0, high=100.0),
     row("ablation/5/4k/query=first", 1.5, low=1.0, high=2.0, steps_per_block=3.21, samples=9, by_task={"fact_qa": 0.7}),
+    row("ablation/5/4k/reduce=max", 2.5, low=1.0, high=3.0, steps_per_block=3.21, samples=9, by_task={"fact_qa": 0.8}),
+    row("ablation/2/8k/reduce=max", 3.5, low=1.0, high=4.0, steps_per_block=3.21, samples=9, by_task={"fact_qa": 0.9}),
 ]  # fmt: skip
 
 
@@ -189,6 +191,8 @@ def test_tables(tmp_path: Path) -> None:
     assert "20 samples each, on NVIDIA H200." in text
     assert "At 5 % and 4K tokens:\n\n| changed |" in text
     assert "| query=first | 1.5 (1.0 to 2.0) | 3.2 | 9 | 0.7 |" in text
+    assert "At other budgets and lengths:\n\n| changed |" in text
+    assert "| reduce=max, 2 % and 8K tokens | 3.5 (1.0 to 4.0) |" in text
     assert accuracy_tables.tables(tmp_path / "empty") == "Not measured yet.\n"
     with pytest.raises(SystemExit, match="no row"):
         accuracy_tables.scores(report | {"rows": ROWS[4:]})
