@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, mage
-from benchmarks.block_times import GREEDY, NO_STOPS, loudness
+from benchmarks.block_times import GREEDY, NO_STOPS, contrast
 from benchmarks.shapes import weight_bytes
 from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, draft_moment, host_kv, offload, select
 from herald_jax import device_index as index_of
@@ -98,8 +98,8 @@ class Case:
         self._here = next(iter(host_kv.device_sharding(None).device_set))
         shape = (1, batch, config.num_kv_heads, self.capacity, config.head_dim)
         make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(config.dtype)))
-        loud = jnp.asarray(loudness(config, longest), jnp.dtype(config.dtype))
-        k, v = make(jax.random.key(1)), make(jax.random.key(2)) * loud
+        of_k, of_v = (jnp.asarray(times, jnp.dtype(config.dtype)) for times in contrast(config))
+        k, v = make(jax.random.key(1)) * of_k, make(jax.random.key(2)) * of_v
         device = jax.device_put(DeviceKV(k, v), self._here)
         layers = [host_kv.layer_to_host(device, None) for _ in range(config.num_layers)]
         jax.block_until_ready(layers)
@@ -190,8 +190,8 @@ class Case:
         params, options, how = self.params, pipeline._options, pipeline._on_device(policy, GREEDY, NO_STOPS)
         scores = jnp.zeros((self.batch, self.config.num_kv_heads, self.capacity), jnp.float32, device=self._here)
         yes, zero = pipeline._constant(np.bool_(True)), pipeline._constant(np.int32(0))
-        host = HostKV(pipeline._host.k[part], pipeline._host.v[part])
-        pools = (pipeline._spare, (scores,) * len(host.k), rows.length, pipeline._held, host, zero, zero)
+        scored = (scores,) * (part.stop - part.start)
+        pools = (pipeline._spare, scored, rows.length, pipeline._held, pipeline._host, zero, zero)
         programs: list[tuple[Any, tuple[Any, ...]]] = [
             (offload.draft, (params, rows, *how)),
             (offload.finish, (params, rows, *pools, *how)),

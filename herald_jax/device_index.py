@@ -26,7 +26,12 @@ _GROUP = 32
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class QuantisedKeys:
-    """One layer's keys: codes i8[B, K, N, D] or, two to a byte, u8[B, K, N, D / 2]; scales bf16[B, K, N, D / group]."""
+    """One layer's keys.
+
+    Attributes:
+      codes: i8[B, K, N, D] or, two neighbours in a byte, u8[B, K, N, D / 2].
+      scales: bf16[B, K, N, D / group].
+    """
 
     codes: jax.Array
     scales: jax.Array
@@ -46,17 +51,21 @@ def quantise(k: jax.Array, bits: int) -> QuantisedKeys:
     step = jnp.where(scales > 0, scales, 1).astype(jnp.float32)[..., None]
     codes = jnp.clip(jnp.round(grouped / step), -top, top).astype(jnp.int8).reshape(k.shape)
     if bits == 4:
-        low, high = codes[..., : d // 2], codes[..., d // 2 :]
+        low, high = codes[..., 0::2], codes[..., 1::2]
         codes = ((low.astype(jnp.uint8) & 15) | (high.astype(jnp.uint8) << 4)).astype(jnp.uint8)
     return QuantisedKeys(codes, scales)
 
 
+def _numbers(codes: jax.Array) -> jax.Array:
+    """Codes `[..., D]`, i8 or i4: of two in a byte the same memory, no copy."""
+    if codes.dtype != jnp.uint8:
+        return codes
+    return jax.lax.bitcast_convert_type(codes, jnp.int4).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
 def dequantise(keys: QuantisedKeys, dtype: Any) -> jax.Array:
     """What is left of the keys, `[..., D]`."""
-    codes = keys.codes
-    if codes.dtype == jnp.uint8:
-        signed = codes.astype(jnp.int8)
-        codes = jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis=-1)  # arithmetic shifts restore the sign
+    codes = _numbers(keys.codes)
     groups = keys.scales.shape[-1]
     grouped = codes.astype(dtype).reshape(*codes.shape[:-1], groups, codes.shape[-1] // groups)
     return (grouped * keys.scales.astype(dtype)[..., None]).reshape(codes.shape)
@@ -119,11 +128,20 @@ def score(
 
 @functools.partial(jax.jit, static_argnames="reduce")
 def _score_layer(keys: QuantisedKeys, q: jax.Array, lengths: jax.Array, reduce: str) -> jax.Array:
-    def row(args: tuple[QuantisedKeys, jax.Array, jax.Array]) -> jax.Array:
-        keys, q, length = args  # one row at a time: restored keys are as large as a row's layer of K
-        precision = "highest" if q.dtype == jnp.float32 else None
-        k = dequantise(keys, q.dtype)
-        scores = jnp.einsum("krd,knd->krn", q, k, preferred_element_type=jnp.float32, precision=precision)
-        return softmax_over_prefix(scores / q.shape[-1] ** 0.5, length, reduce)
+    """As `score`, of one layer: q `[B, K, R, D]`.
 
-    return jax.lax.map(row, (keys, q, lengths))
+    The product takes the codes as they are, converted on their way into it; restored keys would be written to memory
+    and read again. So the scales are applied to its result, and each group of numbers with a scale of its own asks
+    with a query that is zero elsewhere: a matrix unit multiplies 16 queries as fast as 4.
+    """
+    batch, heads, queries, dim = q.shape
+    groups = keys.scales.shape[-1]
+    mine = jnp.arange(dim)[None, :] // (dim // groups) == jnp.arange(groups)[:, None]
+    asked = jnp.where(mine.reshape(1, 1, groups, 1, dim), q[:, :, None], 0)
+    asked = asked.reshape(batch, heads, groups * queries, dim)
+    precision = "highest" if q.dtype == jnp.float32 else None
+    codes = _numbers(keys.codes).astype(q.dtype)
+    sums = jnp.einsum("bkrd,bknd->bkrn", asked, codes, preferred_element_type=jnp.float32, precision=precision)
+    scales = jnp.moveaxis(keys.scales.astype(jnp.float32), 3, 2)[:, :, :, None]
+    scores = jnp.sum(sums.reshape(batch, heads, groups, queries, -1) * scales, axis=2)
+    return softmax_over_prefix(scores / dim**0.5, lengths.reshape(-1, 1, 1, 1), reduce)

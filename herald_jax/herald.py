@@ -26,7 +26,6 @@ from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_s
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
-from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
 from herald_jax.model import Params
@@ -174,14 +173,12 @@ class Pipeline:
         left: int,
     ) -> tuple[Rows, Held]:
         """Fill `len(scored)` layers of the spare pool from layer `first` on, and go on until `left` masks are left."""
-        layers = slice(first, first + len(scored))
-        host = HostKV(self._host.k[layers], self._host.v[layers])
         where = tuple(self._constant(np.int32(x)) for x in (first, left))
-        rows, self._spare, held, moved = offload.finish(
-            self._params, rows, self._spare, scored, prefix, held, host, *where, *how, options=self._options
+        rows, self._spare, indices, moved = offload.finish(
+            self._params, rows, self._spare, scored, prefix, held, self._host, *where, *how, options=self._options
         )
         self._moved.append(moved)
-        return rows, held
+        return rows, Held(indices, held.resident)
 
     def _scan_beside(
         self, rows: Rows, policy: Policy, how: Any, queries: jax.Array, prefix: jax.Array

@@ -6,8 +6,8 @@ block], whose queries select; `denoise` runs steps while the selection is awaite
 next pool while it runs the block's last steps. Everything is donated; nothing but the selected rows that the current
 pool lacks crosses PCIe.
 
-Loops of steps are driven by the host, and each program costs it some milliseconds to set up (it brings CUDA graphs up
-to date). So there are few programs, each ends with something that is no loop, and the next is set up while that runs.
+On a GPU each program is one CUDA graph with its loop in it, so that the host has launched all of a block long before
+the device is done with it (`_ONE_GRAPH`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
 from pallas_kernels import dispatch, gather_rows
 from pallas_kernels.layers import gather_layers
+
+# How XLA is to compile a program with a loop of steps: all of it as one CUDA graph, the loop included. Left to itself
+# it makes a graph of the loop's body only: the host launches that anew for each step when it has seen that there is
+# one, and the device waits where a program ends and the next one's graph is brought up to date.
+_ONE_GRAPH: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+}
+# And with what does not wait for each other side by side in it: XLA's own order puts a fetch before the loop.
+_SIDE_BY_SIDE: dict[str, Any] = _ONE_GRAPH | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 _INDICES = P(None, "data", "model", None)
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -123,7 +132,7 @@ def leaves_last(policy: Policy) -> bool:
     return not isinstance(policy, Editing)
 
 
-@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows", compiler_options=_ONE_GRAPH)
 def denoise(
     params: Params,
     rows: Rows,
@@ -151,8 +160,8 @@ def advance(
 ) -> Rows:
     """One further denoising step of a block that has begun, in a program without a loop.
 
-    The call returns once all is launched, before the step is over, so that what follows can be set up meanwhile. After
-    the last row has committed it is carried out on nothing, and not counted.
+    What follows is set up while it runs, whether or not loops are left to the host. After the last row has committed it
+    is carried out on nothing, and not counted.
     """
     going = _inside(rows)
     after = _stepping(params, (policy, sampling, stops), options)(rows, rows.step == 0)
@@ -160,7 +169,7 @@ def advance(
     return placed_rows(dataclasses.replace(after, batch_forwards=counted), options.mesh)
 
 
-@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows", compiler_options=_ONE_GRAPH)
 def draft(
     params: Params, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, *, options: LoopOptions
 ) -> tuple[Rows, jax.Array, jax.Array]:
@@ -203,7 +212,9 @@ def draft(
     return placed_rows(rows, options.mesh), drafted.queries, start
 
 
-@functools.partial(jax.jit, static_argnames="options", donate_argnames=("rows", "spare", "held"))
+@functools.partial(
+    jax.jit, static_argnames="options", donate_argnames=("rows", "spare"), compiler_options=_SIDE_BY_SIDE
+)
 def finish(
     params: Params,
     rows: Rows,
@@ -219,43 +230,53 @@ def finish(
     stops: jax.Array,
     *,
     options: LoopOptions,
-) -> tuple[Rows, DeviceKV, Held, jax.Array]:
+) -> tuple[Rows, DeviceKV, jax.Array, jax.Array]:
     """Fill layers of `spare` for the next block and run this one on, side by side on a GPU.
 
     The steps go on while a row has more than `left` masks. With 0 of them all but the last forward are made, which is
-    left to `advance` (see `leaves_last`). A loop's end is seen by the host: had the block ended in this one, the device
-    would have nothing to do until the host has launched what comes after it.
+    left to `advance` (see `leaves_last`).
 
     Args:
       importance: f32[B, K, N] of the layers to fill: of all that have a pool, or of some that follow each other.
       prefix: i32[B], the entries it is about.
-      held: what the current pool holds; of the layers that have been filled, what the next one does.
-      host: of these layers; read in place, not changed.
+      held: what the current pool holds; its indices of layers that have been filled may be the next pool's.
+      host: read in place, not changed.
       first: i32 scalar, which pooled layer is their first.
       left: i32 scalar; negative for steps until all rows have committed.
 
     Returns:
-      The rows, the pool, `held` with what these layers are filled with (the resident block is still the current pool's,
-      until `turn`), and i32[2, B]: rows of K and V fetched from the host, and copied from the current pool.
+      The rows, the pool, `held.indices` with those that these layers are filled with, and i32[2, B]: rows of K and V
+      fetched from the host, and copied from the current pool.
     """
     plan = _plan(options)
     count, every = len(importance), held.indices.shape[0]
 
-    def choose(pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any) -> Any:
+    def choose(
+        pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any, first: jax.Array
+    ) -> Any:
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            """`x` `[Ls, ...]` with these layers anew."""
+            return new if count == every else jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
+
         wanted = select.budget_of(plan, prefix)
         capacity = held.indices.shape[-1]
         indices = jnp.stack(
             [select.pick(plan, x, wanted, prefix, capacity, options.implementation) for x in importance]
         )
-        near = held_slots(indices, held, counts) if plan.reuse else jnp.full_like(indices, -1)
+        there = held
+        if count < every:
+            there = Held(jax.lax.dynamic_slice_in_dim(held.indices, first, count), held.resident)
+        near = held_slots(indices, there, counts) if plan.reuse else jnp.full_like(indices, -1)
+        far = jnp.where(near >= 0, -1, indices)
+        moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
+        # Of the other layers nothing is copied or fetched: whole pools, for a part of one would be a copy.
+        near, far = (put(jnp.full_like(held.indices, -1), x) for x in (near, far))
         if plan.reuse:
             filled = gather_rows(pool.k, pool.v, near, spare.k, spare.v, implementation=options.implementation)
             spare = DeviceKV(*filled)
-        far = jnp.where(near >= 0, -1, indices)
-        moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
         if options.mesh is not None:
             moved = jax.lax.psum(moved, "model")
-        return spare, indices, far, moved
+        return spare, put(held.indices, indices), far, moved
 
     apart = runs_apart(host, options)
 
@@ -270,35 +291,23 @@ def finish(
         layers = tuple(CACHE_SPEC for _ in host.k)
         mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
         choose = mapped(
-            choose, in_specs=(both, both, score, P("data"), what, P("data")),
+            choose, in_specs=(both, both, score, P("data"), what, P("data"), P()),
             out_specs=(both, _INDICES, _INDICES, P(None, "data")),
         )  # fmt: skip
         fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
 
-    def some(x: Any) -> Any:
-        """These layers of it."""
-        return x if count == every else jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), x)
-
-    def put(x: Any, new: Any) -> Any:
-        """`x` with these layers anew."""
-        if count == every:
-            return new
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, 0), x, new)
-
-    here = Held(some(held.indices), held.resident)
-    filled, indices, far, moved = choose(
-        some(_pooled(rows).pool), some(spare), importance, prefix, here, _pooled(rows).counts
+    spare, indices, far, moved = choose(
+        _pooled(rows).pool, spare, importance, prefix, held, _pooled(rows).counts, first
     )
     # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
-    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], filled)))
+    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
     fetch = _on_second_stream(fetch) if apart else fetch
-    filled = DeviceKV(fetch(filled.k, far, host.k), fetch(filled.v, far, host.v))
+    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(left))
-    held = Held(put(held.indices, indices), held.resident)
-    return placed_rows(rows, options.mesh), put(spare, filled), held, moved
+    return placed_rows(rows, options.mesh), spare, indices, moved
 
 
 def runs_apart(host: HostKV, options: LoopOptions) -> bool:
