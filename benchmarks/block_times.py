@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -54,24 +53,25 @@ class Taken(NamedTuple):
     forwards: int
 
 
-def random_cache(config: ModelConfig, batch: int, capacity: int) -> DeviceKV:
-    """A cache full of random entries, made layer by layer: no second copy, no float32 one."""
+def random_cache(config: ModelConfig, batch: int, capacity: int, *, peaked: bool = False) -> DeviceKV:
+    """A cache full of random entries, made layer by layer: no second copy, no float32 one. `peaked`: see `contrast`."""
     empty = DeviceKV.empty(config, batch, capacity)
-    loud = loudness(config, capacity)
-    return DeviceKV(_fill(empty.k, jax.random.key(1)), _fill(empty.v, jax.random.key(2), loud))
+    of_k, of_v = contrast(config) if peaked else (1.0, 1.0)
+    return DeviceKV(_fill(empty.k, jax.random.key(1), of_k), _fill(empty.v, jax.random.key(2), of_v))
 
 
-def loudness(config: ModelConfig, entries: int) -> float:
-    """What random V of so many entries is multiplied with: 1, but for mixtures of experts.
+def contrast(config: ModelConfig) -> tuple[float, float]:
+    """What random K and V are multiplied with: 1 and 1, but for mixtures of experts.
 
-    Random attention averages what it attends to: over 64K entries hardly anything is left, and masks, which have one
-    embedding, would all go to the same few experts. Times this, a power of two, what is left outweighs the embedding.
+    Attention to random entries averages them, and hardly anything is left of many: masks, which have one embedding,
+    would all go to the same few experts. With these factors a query sees a handful of entries, another one at each
+    position, and what it sees outweighs the embedding: masks touch nearly as many experts as random tokens do.
     """
-    return 1.0 if config.moe is None else 2.0 ** round(2 + math.log2(entries) / 2)
+    return (1.0, 1.0) if config.moe is None else (8.0, 4.0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill(x: jax.Array, key: jax.Array, times: float = 1.0) -> jax.Array:
+def _fill(x: jax.Array, key: jax.Array, times: float) -> jax.Array:
     def one(layer: jax.Array, x: jax.Array) -> jax.Array:
         values = jax.random.normal(jax.random.fold_in(key, layer), x.shape[1:], x.dtype)
         values = values * jnp.asarray(times, x.dtype)
@@ -90,7 +90,7 @@ def start(
     block = config.diffusion.block_length
     end = context + BLOCKS * block
     capacity = capacity or capacity_for(end + block)
-    cache: DeviceKV | MageKV = random_cache(config, batch, capacity)
+    cache: DeviceKV | MageKV = random_cache(config, batch, capacity, peaked=True)
     if isinstance(plan, Mage):
         cache = MageKV.around(cache, plan, config, end, None)
     options = LoopOptions(config, plan=plan)

@@ -7,7 +7,7 @@ run of their own, every other weight and the cache once.
 
 Also: the grouped kernel against `jax.lax.ragged_dot` for one layer; MAGE's later steps against dense ones; and HERALD's
 throughput against the dense plan's under one cap on device memory (`benchmarks.moe_herald`). In these blocks are masks
-at first, which are routed apart by what they attend to (`benchmarks.block_times.loudness`).
+at first, which are routed apart by what they attend to (`benchmarks.block_times.contrast`).
 
 The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote. HERALD's is always a
 process of its own, for which the cap holds. `--side-by-side` runs each part in a process: they compile at the same time

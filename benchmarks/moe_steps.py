@@ -59,8 +59,11 @@ def _steps(
     return jax.lax.fori_loop(0, steps, body, (cache, jnp.zeros((batch, block), jnp.int32)))
 
 
-def _start(config: ModelConfig, batch: int, context: int, capacity: int) -> tuple[DeviceKV, jax.Array, jax.Array]:
-    return random_cache(config, batch, capacity), jnp.full((batch,), context, jnp.int32), jax.random.key(1)
+def _start(
+    config: ModelConfig, batch: int, context: int, capacity: int, masked: bool = False
+) -> tuple[DeviceKV, jax.Array, jax.Array]:
+    cache = random_cache(config, batch, capacity, peaked=masked)
+    return cache, jnp.full((batch,), context, jnp.int32), jax.random.key(1)
 
 
 def _lowered(config: ModelConfig, batch: int, capacity: int, **static: Any) -> Any:
@@ -96,7 +99,7 @@ class Touched:
     """
 
     def __init__(self, config: ModelConfig, batch: int, longest: int, pool: Executor, *, masked: bool = False):
-        self.config, self.batch = config, batch
+        self.config, self.batch, self.masked = config, batch, masked
         self.capacity = capacity_for(longest + config.diffusion.block_length)
         with counting(config.diffusion.block_length) as self._found:
             lowered = _lowered(config, batch, self.capacity, steps=COUNTED, masked=masked)
@@ -109,7 +112,7 @@ class Touched:
     def count(self, params: Params, context: int, batches: Sequence[int]) -> dict[int, float]:
         """The mean over layers of the first so many rows of each of `batches`."""
         self._found.clear()
-        start = _start(self.config, self.batch, context, self.capacity)
+        start = _start(self.config, self.batch, context, self.capacity, self.masked)
         jax.block_until_ready(self.program.result()(params, *start)[1])
         jax.effects_barrier()
         return {b: float(np.mean([len(np.unique(chosen[:b])) for chosen in self._found])) for b in batches}

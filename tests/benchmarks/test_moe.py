@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import moe, moe_herald, moe_steps, shapes
-from benchmarks.block_times import BlockTime, loudness
+from benchmarks.block_times import BlockTime
 from herald_jax.model import param_specs
 from tests.herald_jax.test_moe import MOE
 
@@ -26,9 +25,6 @@ def test_published_sizes() -> None:
     assert moe_steps.step_bytes(mini, 256, 0, 0) == shapes.step_weight_bytes(mini)
     more = moe_steps.step_bytes(mini, 10, 2, 100) - moe_steps.step_bytes(mini, 9, 2, 100)
     assert more == 19 * 3 * 2048 * 512 * 2
-    # What is left of an average over random values is 4 times the root of e over their number, whatever the context.
-    assert [loudness(mini, n) / math.sqrt(n) for n in (1024, 65536)] == [4.0, 4.0]
-    assert loudness(shapes.SHAPES["sdar8b"], 65536) == 1.0
 
 
 @pytest.mark.once
