@@ -18,8 +18,11 @@ from herald_jax import (
     Model,
     ModelConfig,
     StaticLowConfidence,
+    device_index,
+    draft_moment,
     generate,
     host_kv,
+    host_select,
     offload,
 )
 from herald_jax.cache import DeviceKV
@@ -137,7 +140,7 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
         assert not re.search(rf"bf16\[{pool}\]\S* copy\(", text)
 
 
-def test_a_run_from_start_to_end() -> None:
+def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     model = Model.from_params(config, tiny.params(config))
     plans = [Herald(0.2, min_budget=16), Herald(0.2, min_budget=16, reuse=False)]
@@ -146,3 +149,19 @@ def test_a_run_from_start_to_end() -> None:
     assert [len(tokens) for tokens in first.tokens] == [100] * 4
     assert first.stats.offload is not None
     assert 0 < first.stats.offload.fetched_bytes < second.stats.offload.fetched_bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(draft_moment, "parts", lambda *_: config.num_layers)
+    assert generate(model, tiny.prompts(LENGTHS), REQUEST, plans[0]).tokens == first.tokens
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_index_is_scored_as_restored_keys_are(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    k = jnp.asarray(rng.standard_normal((2, 3, 1000, 128)), jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((1, 2, 3, 4, 128)), jnp.bfloat16)
+    lengths = jnp.array([1000, 300], jnp.int32)
+    keys = device_index.build(k[None], bits=bits, mesh=None)
+    [scored] = device_index.score((keys,), q, lengths, reduce="mean", mesh=None)
+    restored = device_index.dequantise(keys, jnp.float32)
+    scores = jnp.einsum("bkrd,bknd->bkrn", q[0].astype(jnp.float32), restored, precision="highest") / 128**0.5
+    wanted = host_select.softmax_over_prefix(scores, lengths.reshape(-1, 1, 1, 1), "mean")
+    assert rms_error(scored, wanted) < 0.01
