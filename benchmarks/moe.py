@@ -140,7 +140,8 @@ class Run:
             common.stage(f"{name} herald: dense program compiled")
         memory = jax.devices()[0].memory_stats() or {}
         params = self._load(name, max(memory.get("bytes_limit", 0) - memory.get("pool_bytes", 0) - 2**26, 0))
-        throughput.measure(params, self.add, GOALS.get(f"herald/{name}/{self.options.plan_context}k/throughput"))
+        goal = GOALS.get(f"herald/{name}/{self.options.plan_context}k/throughput")
+        throughput.measure(params, self.options.selectors.split(","), self.add, goal)
 
 
 def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ def side_by_side(options: argparse.Namespace, parts: list[tuple[str, str]]) -> l
     shared = [
         "--batches", options.batches, "--contexts", options.contexts, "--steps", str(options.steps),
         "--plan-context", str(options.plan_context), "--plan-rows", str(options.plan_rows),
-        "--herald-rows", str(options.herald_rows), "--cap", str(options.cap),
+        "--herald-rows", str(options.herald_rows), "--cap", str(options.cap), "--selectors", options.selectors,
     ]  # fmt: skip
     arguments = [[*shared, "--shapes", name, "--plans", name, "--parts", part] for part, name in parts]
 
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--plan-context", type=int, default=64, help="of the plans' rows, in units of 1024 tokens")
     parser.add_argument("--plan-rows", type=int, default=16, help="batch of the MAGE row")
     parser.add_argument("--herald-rows", type=int, default=8, help="batch under HERALD")
+    parser.add_argument("--selectors", default="index,cpu", help="of HERALD; comma-separated")
     parser.add_argument("--cap", type=float, default=40, help="device memory of HERALD's part in GB")
     parser.add_argument("--side-by-side", action="store_true", help="compile the parts in a process each, all at once")
     parser.add_argument("--turns", type=Path, default=None, help=argparse.SUPPRESS)

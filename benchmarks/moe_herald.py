@@ -7,7 +7,7 @@ as many rows as the cap has room for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, Literal
 
@@ -79,8 +79,10 @@ class Throughput:
         bits = herald_case.index_bits_that_fit(self.config, budget, self.rows, self.context, self.cap)
         return herald_case.plan_of(budget, selector, bits)
 
-    def measure(self, params: Params, add: Callable[[dict[str, Any]], None], goal: str | None) -> None:
-        """Adds a row for each selector, HERALD's tokens a second over the dense plan's, and one of the better."""
+    def measure(
+        self, params: Params, selectors: Sequence[Any], add: Callable[[dict[str, Any]], None], goal: str | None
+    ) -> None:
+        """Adds a row for each of `selectors`, HERALD's tokens a second over the dense plan's, and one of the best."""
         config, rows, alone = self.config, self.rows, self.alone
         block = config.diffusion.block_length
         run = self._dense.result()
@@ -90,7 +92,7 @@ class Throughput:
         case = self._case.result()
         case.params = params
         id = f"{self.name}/{self.context // 1024}k"
-        for selector in ("index", "cpu"):
+        for selector in selectors:
             plan = self.plan(selector)
             got = case.measure(plan, self.context, STEPS, TIMED)
             rate, kept = rows * block / got["block"], got["stats"]

@@ -62,7 +62,7 @@ def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as pool:
         throughput = moe_herald.Throughput(*given, 40e9, pool)
         throughput.wait()
-        throughput.measure({"some": 0}, rows.append, ">=2")
+        throughput.measure({"some": 0}, ["index", "cpu"], rows.append, ">=2")
         with pytest.raises(SystemExit, match="llada2_mini with one row of 65536 tokens does not fit the cap of 36 GB"):
             moe_herald.Throughput(*given, 36e9, pool)
         with pytest.raises(
