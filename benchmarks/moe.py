@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import common, moe_herald
+from benchmarks import common, moe_herald, moe_steps
 from benchmarks.block_times import lower_ahead, measure
 from benchmarks.mage import bytes_needed
 from benchmarks.moe_steps import Steps, Touched, step_bytes
@@ -89,7 +89,7 @@ class Run:
             for program in programs.values():
                 program.wait()
             common.stage(f"{name} steps: compiled")
-        params = self._load(name, bytes_needed(config, max(batches), max(contexts), Mage()))
+        params = self._load(name, moe_steps.bytes_needed(config, max(batches), max(contexts)))
         bandwidth = common.copy_bandwidth()
         # At one context: how many experts the tokens of a block choose hardly depends on what they attend to.
         touched = counter.count(params, min(contexts), batches)

@@ -14,11 +14,10 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.block_times import GREEDY, abstract_params, random_cache
-from benchmarks.shapes import SHAPES, step_weight_bytes
+from benchmarks.shapes import SHAPES, step_weight_bytes, weight_bytes
 from herald_jax import ModelConfig, moe
 from herald_jax.cache import DenseAttend, DeviceKV
 from herald_jax.denoise import predict
-from herald_jax.generate import capacity_for
 from herald_jax.model import Params, bind
 from pallas_kernels import dispatch
 from pallas_kernels.grouped import grouped_mlp
@@ -57,6 +56,16 @@ def _steps(
         return cache, predict(hidden, model.head_kernel(), GREEDY, implementation=None).token
 
     return jax.lax.fori_loop(0, steps, body, (cache, jnp.zeros((batch, block), jnp.int32)))
+
+
+def slots(config: ModelConfig, longest: int) -> int:
+    """Of a row's cache, none in vain: 16 rows of 32K beside 61 GB of weights leave no room for that."""
+    return -(-(longest + config.diffusion.block_length) // 128) * 128
+
+
+def bytes_needed(config: ModelConfig, batch: int, longest: int) -> float:
+    """Device memory of the steps of a shape: weights, cache, and what a step works with."""
+    return weight_bytes(config) + batch * slots(config, longest) * config.kv_bytes_per_token + 3e9
 
 
 def _start(
@@ -100,7 +109,7 @@ class Touched:
 
     def __init__(self, config: ModelConfig, batch: int, longest: int, pool: Executor, *, masked: bool = False):
         self.config, self.batch, self.masked = config, batch, masked
-        self.capacity = capacity_for(longest + config.diffusion.block_length)
+        self.capacity = slots(config, longest)
         with counting(config.diffusion.block_length) as self._found:
             lowered = _lowered(config, batch, self.capacity, steps=COUNTED, masked=masked)
             self.program: Future = pool.submit(lowered.compile)
@@ -126,7 +135,7 @@ class Steps:
 
     def __init__(self, name: str, batch: int, longest: int, steps: int, pool: Executor):
         self.name, self.config, self.batch, self.steps = name, SHAPES[name], batch, steps
-        self.capacity = capacity_for(longest + self.config.diffusion.block_length)
+        self.capacity = slots(self.config, longest)
         self._timed = pool.submit(_lowered(self.config, batch, self.capacity, steps=steps).compile)
         layer = abstract_params(self.config)["layers"][str(self.config.num_layers - 1)]["mlp"]["experts"]
         given = jax.eval_shape(self._tokens), layer["gate_up"], layer["down"]

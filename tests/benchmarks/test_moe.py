@@ -23,6 +23,7 @@ def test_published_sizes() -> None:
         assert config.kv_bytes_per_token == kib * 1024
     mini = shapes.SHAPES["llada2_mini"]
     assert moe_steps.step_bytes(mini, 256, 0, 0) == shapes.step_weight_bytes(mini)
+    assert moe_steps.bytes_needed(shapes.SHAPES["sdar_30b_a3b"], 16, 32768) < 120e9
     more = moe_steps.step_bytes(mini, 10, 2, 100) - moe_steps.step_bytes(mini, 9, 2, 100)
     assert more == 19 * 3 * 2048 * 512 * 2
 
