@@ -128,9 +128,10 @@ class Touched:
 
 
 class Steps:
-    """The programs of one shape and batch, with room for the longest context, and one layer's experts in both forms.
+    """The programs of one shape and batch, with room for the longest context, and one layer's experts in all forms.
 
-    They are lowered here and compiled in threads of `pool`, for which their first use waits.
+    They are lowered here and compiled in threads of `pool`, for which their first use waits. JAX's own kernel, which
+    takes ten seconds to compile, is for one row only.
     """
 
     def __init__(self, name: str, batch: int, longest: int, steps: int, pool: Executor):
@@ -139,7 +140,7 @@ class Steps:
         self._timed = pool.submit(_lowered(self.config, batch, self.capacity, steps=steps).compile)
         layer = abstract_params(self.config)["layers"][str(self.config.num_layers - 1)]["mlp"]["experts"]
         given = jax.eval_shape(self._tokens), layer["gate_up"], layer["down"]
-        forms = FORMS if dispatch.mosaic_gpu_missing() is None else FORMS[:2]
+        forms = FORMS if batch == 1 and dispatch.mosaic_gpu_missing() is None else FORMS[:2]
         self._forms = {form: pool.submit(_experts.lower(*given[0], *given[1:], form=form).compile) for form in forms}
 
     def wait(self) -> None:
