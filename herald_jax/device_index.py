@@ -114,7 +114,13 @@ def score(
     """Importance f32[B, K, N] of each indexed layer, from its `queries` `[L, B, K, R, D]` and i32[B] prefix lengths."""
 
     def local(index: Any, queries: jax.Array, lengths: jax.Array) -> Any:
-        return tuple(_score_layer(keys, queries[layer], lengths, reduce) for layer, keys in enumerate(index))
+        found: list[jax.Array] = []
+        for layer, keys in enumerate(index):
+            if found:
+                # One layer after the other: its codes as numbers, if XLA writes them, are larger than its keys.
+                keys, found[-1] = jax.lax.optimization_barrier((keys, found[-1]))
+            found.append(_score_layer(keys, queries[layer], lengths, reduce))
+        return tuple(found)
 
     if mesh is None:
         return local(index, queries, lengths)
