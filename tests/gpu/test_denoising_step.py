@@ -98,18 +98,25 @@ EXPERTS = dataclasses.replace(
 )
 
 
+def typical_error(value: Any, reference: Any) -> float:
+    """The median over vectors of how far each is off, but for those that are not at all: cache entries nobody wrote."""
+    value, reference = (np.asarray(x, np.float64) for x in (value, reference))
+    off = np.sqrt(np.sum((value - reference) ** 2, axis=-1) / np.sum(reference**2, axis=-1))
+    return float(np.median(off[off > 0]))
+
+
 @pytest.mark.parametrize(
     ("form", "batch"),
     [*((form, batch) for form in ("sdar", "fast_dllm") for batch in (1, 3, 4)), ("experts", 1), ("experts", 10)],
 )
 def test_a_forward_is_as_exact_as_the_ordinary_one(form: str, batch: int) -> None:
-    """Both are roundings of the same float32 forward, and about equally far from it: less so where rounded tokens
-    choose other experts. Ten rows are more than the matmuls' own kernels take."""
+    """Both are roundings of the same float32 forward, and about equally far from it. With experts the typical token is:
+    some, rounded, choose others. Ten rows are more than the matmuls' own kernels take."""
     config = dataclasses.replace(
         EXPERTS if form == "experts" else tiny.FORMS[form],
         num_layers=3, hidden_size=256, head_dim=128, intermediate_size=320, dtype="bfloat16",
     )  # fmt: skip
-    slack = 2.0 if form == "experts" else 1.2
+    error = typical_error if form == "experts" else rms_error
     exact = dataclasses.replace(config, dtype="float32")
     params = tiny.params(config)
     tokens = jax.random.randint(jax.random.key(0), (batch, 32), 0, 90)
@@ -126,4 +133,4 @@ def test_a_forward_is_as_exact_as_the_ordinary_one(form: str, batch: int) -> Non
         return hidden, cache.k, cache.v
 
     for ours, plain, truth in zip(run(config, None), run(config, "xla"), run(exact, "xla"), strict=True):
-        assert rms_error(ours, truth) < slack * rms_error(plain, truth) + 1e-3
+        assert error(ours, truth) < 1.2 * error(plain, truth) + 1e-3
