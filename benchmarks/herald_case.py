@@ -196,7 +196,6 @@ class Case:
             (offload.draft, (params, rows, *how)),
             (offload.finish, (params, rows, *pools, *how)),
             (offload.denoise, (params, rows, *how, yes, zero)),
-            (offload.advance, (params, rows, *how)),
         ]
         with ThreadPoolExecutor(len(programs)) as threads:  # lowering holds Python's lock, compiling does not
             made = [threads.submit(f.lower(*arguments, options=options).compile) for f, arguments in programs]

@@ -28,7 +28,7 @@ _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on
 _LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
 _SCAN_BOUND = 1.5  # how many times as long as a block's steps a scan takes at least that is made in parts
 _PARTS = 4  # at most
-_STEPS_BESIDE = 3  # the two single ones that programs end with (`offload.advance`), and one to spare
+_STEPS_BESIDE = 3  # the block's commit is one more than its steps; the others to spare
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "config"))
@@ -82,12 +82,11 @@ def _weight_bytes(config: ModelConfig) -> float:
 def left_for_fetch(pool_bytes: int, policy: Policy, config: ModelConfig) -> int:
     """How many of its block's masks the row that is furthest behind is to have left when the fetch begins.
 
-    So many as take the steps beside which all of a pool of `pool_bytes` could be fetched, by the rates above, with two
-    single steps that nothing is fetched beside. A policy whose steps nobody knows beforehand is taken to reveal one
-    position in each.
+    So many as take the steps beside which all of a pool of `pool_bytes` could be fetched, by the rates above, to which
+    the commit comes. A policy whose steps nobody knows beforehand is taken to reveal one position in each.
     """
     block = config.diffusion.block_length
     step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
     steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
     each = 1 if steps is None else math.ceil(block / min(int(steps), block))
-    return min(each * (math.ceil(pool_bytes / _FETCH_RATE / step) + 2), block)
+    return min(each * math.ceil(pool_bytes / _FETCH_RATE / step), block)

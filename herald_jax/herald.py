@@ -5,12 +5,12 @@ with the draft's queries, `denoise` runs steps until so many masks are left as i
 the scores are there, `finish` fills the spare pool beside the block's last steps. Then the block's K and V are appended
 to the host's cache, the pools change places, and the next block begins.
 
-Between two of these programs, a single step or the draft is still running on the GPU while the next is set up. While
-the CPU scans, this thread is inside one program, and needs neither Python's lock nor more than moments of a core.
+All of it is launched ahead of the device, which sees to its loops itself: this thread waits for nothing but the scan.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import time
@@ -35,6 +35,8 @@ from herald_jax.pooled import PooledKV
 from herald_jax.stats import OffloadStats
 
 _NEVER = 2**31 - 1
+_ALL = -1  # so many masks are left when all of a block's steps have been made, and its commit
+_LOOK = 1e-3  # seconds between two looks at what the device is doing, while the CPU scans
 _MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
 _TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
 
@@ -132,9 +134,7 @@ class Pipeline:
             rows, held = self._scan_beside(rows, policy, how, queries, prefix)
         else:
             scored = self._index_scores(queries, prefix)
-            rows, held = self._finish(rows, self._held, scored, prefix, how, first=0, left=_end(policy))
-        if offload.leaves_last(how[0]):
-            rows = offload.advance(self._params, rows, *how, options=self._options)
+            rows, held = self._finish(rows, self._held, scored, prefix, how, first=0, left=_ALL)
         self.stats.blocks += 1
         return self._turn(rows, held, prefix)
 
@@ -150,7 +150,7 @@ class Pipeline:
             self._constants[key] = jax.device_put(value, self._everywhere)
         return self._constants[key]
 
-    def _denoise(self, rows: Rows, how: Any, *, first: bool, left: int = -1) -> Rows:
+    def _denoise(self, rows: Rows, how: Any, *, first: bool, left: int = _ALL) -> Rows:
         where = tuple(self._constant(x) for x in (np.bool_(first), np.int32(left)))
         return offload.denoise(self._params, rows, *how, *where, options=self._options)
 
@@ -193,19 +193,14 @@ class Pipeline:
         scored = self._index_scores(queries, prefix)
         left = draft_moment.left_for_fetch(rows.cache.pool.nbytes // len(parts), policy, self._options.config)
         rows = self._denoise(rows, how, first=False, left=left)
-        rows = offload.advance(self._params, rows, *how, options=self._options)
         held, seconds, exposed = self._held, 0.0, 0.0
         for part, future in zip(parts, futures, strict=True):
-            if not future.done():
-                jax.block_until_ready(rows.step)
-                waiting = time.perf_counter()
-                future.result()
-                exposed += time.perf_counter() - waiting
+            exposed += _seconds_idle(future, rows.step)
             scanned = future.result()
             seconds += scanned.seconds
             self.stats.scan_bytes += scanned.nbytes
             scored += host_select.weigh(scanned.scores, prefix, reduce=self._plan.reduce)
-            end = _end(policy) if part is parts[-1] else left
+            end = _ALL if part is parts[-1] else left
             rows, held = self._finish(rows, held, scored, prefix, how, first=part.stop - len(scored), left=end)
             scored = ()
         self.stats.scan_seconds += seconds
@@ -298,6 +293,14 @@ class Pipeline:
         return dataclasses.replace(self.stats)
 
 
-def _end(policy: Policy) -> int:
-    """How many masks `finish` is to leave of a block that it brings to its end: a negative number leaves nothing."""
-    return 0 if offload.leaves_last(policy) else -1
+def _seconds_idle(future: concurrent.futures.Future[Any], steps: Any) -> float:
+    """Wait for `future`. Returns how long it took beyond the steps on the device, which have `steps` for a result.
+
+    What follows the future is launched as soon as it is there, which is best before the steps are over.
+    """
+    since = None
+    while not future.done():
+        if since is None and steps.is_ready():
+            since = time.perf_counter()
+        concurrent.futures.wait([future], timeout=_LOOK)
+    return 0.0 if since is None else time.perf_counter() - since

@@ -1,9 +1,9 @@
 """HERALD's device programs: denoise over the pool, draft, and fill the next pool while the block is finished.
 
-The host side of the pipeline is `herald.py`. A block is three programs and two single steps (`advance`): `draft` runs
-the steps up to the draft and the draft itself, one forward over [the block, its masks guessed | an all-masked next
-block], whose queries select; `denoise` runs steps while the selection is awaited; `finish` turns the scores into the
-next pool while it runs the block's last steps. Everything is donated; nothing but the selected rows that the current
+The host side of the pipeline is `herald.py`. A block is three programs: `draft` runs the steps up to the draft and the
+draft itself, one forward over [the block, its masks guessed | an all-masked next block], whose queries select;
+`denoise` runs steps while the selection is awaited; `finish` turns the scores into the next pool while it runs the
+block's last steps. Everything is donated; nothing but the selected rows that the current
 pool lacks crosses PCIe.
 
 On a GPU each program is one CUDA graph with its loop in it, so that the host has launched all of a block long before
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from herald_jax import select
 from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
-from herald_jax.denoise import Editing, Policy, Sampling
+from herald_jax.denoise import Policy, Sampling
 from herald_jax.host_kv import HostKV, on_gpu
 from herald_jax.model import Params, bind
 from herald_jax.plans import Herald
@@ -127,11 +127,6 @@ def _more_masks_than(left: jax.Array) -> Callable[[Rows], jax.Array]:
     return wanted
 
 
-def leaves_last(policy: Policy) -> bool:
-    """Whether `finish` leaves the block's last forward to an `advance`: not if it alone tells that it is the last."""
-    return not isinstance(policy, Editing)
-
-
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="rows", compiler_options=_ONE_GRAPH)
 def denoise(
     params: Params,
@@ -152,21 +147,6 @@ def denoise(
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, _begun(rows, options, first), first, _more_masks_than(left))
     return placed_rows(rows, options.mesh)
-
-
-@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
-def advance(
-    params: Params, rows: Rows, policy: Policy, sampling: Sampling, stops: jax.Array, *, options: LoopOptions
-) -> Rows:
-    """One further denoising step of a block that has begun, in a program without a loop.
-
-    What follows is set up while it runs, whether or not loops are left to the host. After the last row has committed it
-    is carried out on nothing, and not counted.
-    """
-    going = _inside(rows)
-    after = _stepping(params, (policy, sampling, stops), options)(rows, rows.step == 0)
-    counted = jnp.where(going, after.batch_forwards, rows.batch_forwards)
-    return placed_rows(dataclasses.replace(after, batch_forwards=counted), options.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="rows", compiler_options=_ONE_GRAPH)
@@ -233,8 +213,7 @@ def finish(
 ) -> tuple[Rows, DeviceKV, jax.Array, jax.Array]:
     """Fill layers of `spare` for the next block and run this one on, side by side on a GPU.
 
-    The steps go on while a row has more than `left` masks. With 0 of them all but the last forward are made, which is
-    left to `advance` (see `leaves_last`).
+    The steps go on while a row has more than `left` masks; if that is negative, until all have committed.
 
     Args:
       importance: f32[B, K, N] of the layers to fill: of all that have a pool, or of some that follow each other.
@@ -242,7 +221,7 @@ def finish(
       held: what the current pool holds; its indices of layers that have been filled may be the next pool's.
       host: read in place, not changed.
       first: i32 scalar, which pooled layer is their first.
-      left: i32 scalar; negative for steps until all rows have committed.
+      left: i32 scalar.
 
     Returns:
       The rows, the pool, `held.indices` with those that these layers are filled with, and i32[2, B]: rows of K and V

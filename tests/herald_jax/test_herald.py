@@ -35,7 +35,7 @@ FORMS = {name: dataclasses.replace(tiny.FORMS[name], num_layers=3) for name in (
 LENGTHS = (1, 18, 33, 8)  # a prefix of length 0, two ragged ones, one of whole blocks
 REQUEST = GenerateConfig(max_new_tokens=13, policy=Threshold(0.6), ignore_stop=True)
 SPARSE = Herald(0.3, min_budget=2)
-PROGRAMS = (offload.denoise, offload.advance, offload.draft, offload.finish, offload.turn)
+PROGRAMS = (offload.denoise, offload.draft, offload.finish, offload.turn)
 
 
 def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
@@ -158,31 +158,6 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
     assert moved.blocks > 0
     assert moved.scan_bytes > 0
     assert any("over PCIe" in line for line in stats.lines())
-
-
-def test_single_steps_end_where_the_loop_ends():
-    """Also those that are carried out in vain, after the last row has committed."""
-    with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
-        pipeline = run._pipeline
-        how = pipeline._on_device(REQUEST.policy, run._sampling, run._stops)
-        half = draft_moment.revealed(run._rows.length, how[0], plan=SPARSE, config=run.model.config)
-        begun = dataclasses.replace(run._rows, cache=dataclasses.replace(run._rows.cache, draft_from=half))
-        rows, _, _ = offload.draft(run.model.params, begun, *how, options=pipeline._options)
-        looped = pipeline._denoise(jax.tree.map(jnp.copy, rows), how, first=False)
-        stopped = pipeline._denoise(jax.tree.map(jnp.copy, rows), how, first=False, left=1)
-        steps = 0
-        while bool(offload._inside(rows)):
-            assert (
-                int(rows.batch_forwards) >= int(stopped.batch_forwards) or np.sum(~np.asarray(rows.known), 1).max() > 1
-            )
-            rows = offload.advance(run.model.params, rows, *how, options=pipeline._options)
-            steps += 1
-        rows = offload.advance(run.model.params, rows, *how, options=pipeline._options)
-        assert steps > 0
-        assert int(stopped.batch_forwards) < int(rows.batch_forwards)
-        apart = {"pool": None, "guess": None}  # scratch of a block that is over
-        states = [dataclasses.replace(x, key=None, cache=dataclasses.replace(x.cache, **apart)) for x in (rows, looped)]
-        jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_the_pool_holds_the_rows_of_the_host_cache_bit_for_bit():
