@@ -122,7 +122,8 @@ def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> i
     scores = 4 * batch * heads * capacity_for(end + block) * layers // (plan.page if select.in_pages(plan) else 1)
     of_block = batch * block * config.num_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     # What a selection leaves out is kept as two arrays like the queries of all layers, and made from others like them.
-    return params + batch * slots * config.kv_bytes_per_token + scores + 6 * config.num_layers * of_block
+    # Choosing from the scores of all layers takes twice as much again as they do.
+    return params + batch * slots * config.kv_bytes_per_token + 3 * scores + 6 * config.num_layers * of_block
 
 
 def fits(config: ModelConfig, batch: int, context: int, plan: Mage, memory: float) -> bool:

@@ -71,7 +71,7 @@ def test_one_dense_program_serves_all_contexts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_of_a_case() -> None:
     """Beside the arguments and temporary memory of the loop compiled for an H200 with XLA's own accounting, in GB."""
-    for name, batch, compiled in (("sdar8b", 4, 117.747 + 0.082), ("fdv2_1.5b", 8, 42.522 + 0.047)):
+    for name, batch, compiled in (("sdar8b", 4, 117.047 + 0.201), ("fdv2_1.5b", 8, 42.239 + 0.169)):
         needed = mage.bytes_needed(SHAPES[name], batch, 128 * 1024, Mage(0.05)) / 1e9
         assert compiled < needed < 1.02 * compiled
     assert mage.fits(SHAPES["sdar8b"], 4, 128 * 1024, Mage(0.05), 0.95 * 143_771 * 2**20)
