@@ -21,6 +21,8 @@ from herald_jax.host_select import softmax_over_prefix
 
 _KEYS = P("data", "model", None, None)
 _GROUP = 32
+# A library's product would have to be given the codes in the queries' type: written to memory and read again.
+_TAKE_CODES: dict[str, Any] = {"xla_gpu_cublas_fallback": False}
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -107,7 +109,7 @@ def append(
     return mapped(index, k, start, mask)
 
 
-@functools.partial(jax.jit, static_argnames=("reduce", "mesh"))
+@functools.partial(jax.jit, static_argnames=("reduce", "mesh"), compiler_options=_TAKE_CODES)
 def score(
     index: Sequence[QuantisedKeys], queries: jax.Array, lengths: jax.Array, *, reduce: str, mesh: Mesh | None
 ) -> tuple[jax.Array, ...]:
