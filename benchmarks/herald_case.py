@@ -134,19 +134,21 @@ class Case:
     def measure(self, plan: Herald, context: int, steps: int, blocks: int) -> dict[str, Any]:
         """Seconds of a block and its parts, and the pipeline's counters, of `blocks` blocks after two more.
 
-        A block's time is the median. The host waits for each, as `generate` does to hand out what was written.
+        Times are medians. The host waits for each, as `generate` does to hand out what was written.
         """
         pipeline, rows = self.start(plan, context)
         how = (StaticLowConfidence(min(steps, self.config.diffusion.block_length)), GREEDY, NO_STOPS)
         with pipeline:
             self._compile(pipeline, rows, how[0])
-            at = []
+            at, scanned = [], []
             for i in range(blocks + 2):
                 if i == 2:
                     before = pipeline.settle()
                     at.append(time.perf_counter())
                 rows = pipeline.block(rows, *how, last=False)
                 jax.block_until_ready(rows.length)
+                if i >= 1:
+                    scanned.append(pipeline.stats.scan_seconds)
                 if i >= 2:
                     at.append(time.perf_counter())
             stats = pipeline.settle()
@@ -154,7 +156,7 @@ class Case:
             own = self._own(pipeline, rows, pipeline._on_device(*how))
         each = np.diff(at)
         block = float(np.median(each))
-        scan = (stats.scan_seconds - before.scan_seconds) / blocks
+        scan = float(np.median(np.diff(scanned)))
         return {
             "block": block,
             "each": each.tolist(),
