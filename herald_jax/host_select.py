@@ -1,8 +1,8 @@
 """HERALD's selection on the CPU: every key's score, from keys read where they lie in host memory.
 
-The scan runs on JAX's CPU backend, beside the GPU's denoising. It reads the page-locked arrays where they are, through
-NumPy views of their memory that the CPU backend takes without a copy. A scan is over before the cache is appended to:
-the pipeline waits for its result in between.
+The scan runs on JAX's CPU backend, beside the GPU's denoising. It reads the page-locked arrays where they are: CPU
+arrays over their memory are made once and kept as long as it stays in its place. A scan is over before the cache is
+appended to: the pipeline waits for its result in between.
 
 The CPU multiplies and nothing else. Softmax, mean and top-k are left to the device, which has them done in the time
 that exponentials alone would cost the CPU; the scores that cross PCIe for it are a 32nd of the keys at four queries per
@@ -11,14 +11,14 @@ head and head dim 128.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import functools
-import itertools
 import math
-import os
-import threading
+import queue
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,90 +34,101 @@ from herald_jax.errors import GenerationError
 
 _F16_MAX = float(np.finfo(np.float16).max)
 
-# How XLA is to compile a scan.
-_COMPILED = host_threads.ONE_THREAD | {
-    "xla_cpu_enable_fast_math": True,  # sums may be reordered, without which no reduction is vectorised; NaN is kept
-    "xla_cpu_prefer_vector_width": 512,
-}
-# More queries than these per head are left to XLA's matrix product: their sums would not fit the vector registers.
-_STREAMED_QUERIES = 8
-# Keys that each stream reads before the scores are stored. Its scores in float32 take an odd number of cache lines, so
-# that those of all streams and queries never compete for the same places of the first-level cache.
-_TURN = 272
-# Bytes of keys that one call scans at least, if there are heads enough: a call holds Python's lock for some 50 us.
-_CALL = 16 * 2**20
-# Calls in XLA's queue for each thread at most: more would keep their scores in memory for nothing.
-_AHEAD = 4
+# How XLA is to compile a scan: with sums that may be reordered, without which no reduction is vectorised (NaN is kept).
+_COMPILED = {"xla_cpu_enable_fast_math": True, "xla_cpu_prefer_vector_width": 512}
+# Queries of a head whose sums fit the vector registers together; more of them read the keys again.
+_TOGETHER = 8
+# Pieces of a row's keys that XLA can divide among its threads, if their number allows it.
+_PIECES = 16
+# Threads that call, and calls that each has under way: some compute while others' scores are put in place.
+_CALLERS, _AHEAD = 3, 2
+# Arrays over keys' memory that a scanner keeps: as many as there are layers, as long as the cache stays in its place.
+_KEPT = 1024
 
 
-@functools.partial(jax.jit, static_argnames="reach", compiler_options=_COMPILED)
-def scan(q: jax.Array, k: jax.Array, *, reach: int) -> jax.Array:
-    """Scores `[H, R, reach]` of the first `reach` keys of H heads by their queries, over sqrt(D), on one thread.
-
-    Args:
-      q: queries `[H, R, D]`.
-      k: keys `[H, N, D]`, or u32`[H, N, D / 2]`: the same memory of bfloat16 keys seen two by two, which is read
-        faster and never copied.
-      reach: how many keys to score, at most N.
-
-    Returns:
-      float32 for float32 keys, else float16: finer than what bfloat16 keys can tell apart, and half the traffic. Beyond
-      float16's range scores stay at its end; NaN stays NaN.
-    """
-    if k.dtype == jnp.uint32:
-        return _scan_pairs(q, k, reach)
-    precision = "highest" if k.dtype == jnp.float32 else None
-    scores = jnp.einsum("hnd,hrd->hrn", k[:, :reach], q, preferred_element_type=jnp.float32, precision=precision)
-    scores = scores / q.shape[-1] ** 0.5
-    return scores if k.dtype == jnp.float32 else _to_f16(scores)
-
-
-def _scan_pairs(q: jax.Array, k: jax.Array, reach: int) -> jax.Array:
-    """Scores f16`[H, R, reach]` of keys u32`[H, N, D / 2]`, at the rate at which a core reads memory.
+@functools.partial(jax.jit, static_argnames=("heads", "reach"), compiler_options=_COMPILED)
+def scan(
+    q: jax.Array, k: jax.Array, layer: jax.Array, head: jax.Array, *, heads: int, reach: int
+) -> tuple[tuple[jax.Array, ...], ...]:
+    """Scores of the first `reach` keys of some heads by their queries, over sqrt(D), in strips (`put_strips`).
 
     XLA's matrix product is fast enough in cache, but waits for memory at every page of it: nothing is asked for ahead.
     So the keys are read as several streams at once, from as many places: what one waits for, the processor fetches
     while it multiplies for the others. One reduction with an operand for each query and stream reads every key once;
-    LLVM turns it into a loop whose sums stay in registers.
+    LLVM turns it into a loop whose sums stay in registers. XLA splits it among its threads. (Left to calls of single
+    heads from a Python thread for each core, a third of the cores waited for Python's lock.)
+
+    Args:
+      q: queries `[L, H, R, D]` of all layers.
+      k: keys `[H, N, D]` of one of them, or u32`[H, N, D / 2]`: the same memory of bfloat16 keys seen two by two, which
+        is read faster.
+      layer: whose queries, i32.
+      head: the first head, i32.
+      heads: how many.
+      reach: how many keys to score, at most N.
+
+    Returns:
+      for each query its streams' strips `[heads, pieces, ..]`: float32 for float32 keys, else float16: finer than what
+      bfloat16 keys can tell apart, and half the traffic. Beyond float16's range scores stay at its end; NaN stays NaN.
     """
-    heads, queries, dim = q.shape
-    streams = math.gcd(reach, _streams(queries))
-    share = reach // streams
-    turn = min(_TURN, share)
-    turns = -(-share // turn)  # for each head
-    scaled = q.astype(jnp.float32) / dim**0.5
-    # Behind a barrier, or every turn of the loop would convert them again.
-    low, high = jax.lax.optimization_barrier((scaled[..., 0::2], scaled[..., 1::2]))
-
-    def step(i: jax.Array, scores: jax.Array) -> jax.Array:
-        head = jax.lax.div(i, turns)
-        first = jnp.minimum(jax.lax.rem(i, turns) * turn, share - turn)  # the last turn scores some keys again
+    queries, dim = q.shape[2:]
+    pieces, streams, width = _layout(heads, reach, queries)
+    scaled = jax.lax.dynamic_slice(q, (layer, head, 0, 0), (1, heads, queries, dim))[0].astype(jnp.float32) / dim**0.5
+    scaled = scaled.reshape(heads, queries, 1, 1, dim)
+    paired = k.dtype == jnp.uint32
+    # Behind a barrier, or every key would have them converted again.
+    factors = jax.lax.optimization_barrier((scaled[..., 0::2], scaled[..., 1::2]) if paired else (scaled,))
+    keys = jax.lax.dynamic_slice(k, (head, 0, 0), (heads, reach, k.shape[2]))
+    keys = keys.reshape(heads, pieces, reach // pieces, k.shape[2])
+    strips: list[jax.Array] = []
+    for first in range(0, queries, _TOGETHER):
         products = []
-        for stream, query in itertools.product(range(streams), range(queries)):
-            at = (head, stream * share + first, 0)
-            pairs = jax.lax.dynamic_slice(k, at, (1, turn, dim // 2))[0]
-            # The upper half of a float32 is a bfloat16: a pair's second is there already, its first goes there.
-            even = jax.lax.bitcast_convert_type(pairs << 16, jnp.float32)
-            odd = jax.lax.bitcast_convert_type(pairs & jnp.uint32(0xFFFF0000), jnp.float32)
-            of_even, of_odd = (jax.lax.dynamic_slice(x, (head, query, 0), (1, 1, dim // 2))[0] for x in (low, high))
-            products.append(even * of_even + odd * of_odd)
-        zeros = (jnp.float32(0),) * len(products)
-        sums = jax.lax.reduce(tuple(products), zeros, _add_each, (1,))
-        # Joined first, then converted: in one loop, its choice of what to join is made for every single element.
-        ordered = [sums[stream * queries + query] for query in range(queries) for stream in range(streams)]
-        joined = jax.lax.optimization_barrier(jnp.concatenate(jax.lax.optimization_barrier(ordered)))
-        piece = _to_f16(joined).reshape(1, queries, streams, turn)
-        return jax.lax.dynamic_update_slice(scores, piece, (head, 0, 0, first))
-
-    scores = jnp.zeros((heads, queries, streams, share), jnp.float16)
-    return jax.lax.fori_loop(0, heads * turns, step, scores).reshape(heads, queries, reach)
+        for query in range(first, min(first + _TOGETHER, queries)):
+            for start in _starts(reach // pieces, streams, width):
+                values = _values(keys[:, :, start : start + width])
+                products.append(sum(x * factor[:, query] for x, factor in zip(values, factors, strict=True)))
+        strips += jax.lax.reduce(tuple(products), (jnp.float32(0),) * len(products), _add_each, (3,))
+    if k.dtype != jnp.float32:
+        strips = [_to_f16(x) for x in jax.lax.optimization_barrier(strips)]
+    return tuple(tuple(strips[i : i + streams]) for i in range(0, len(strips), streams))
 
 
-def _streams(queries: int) -> int:
-    """How many places to read from at once: as many as the sums of all queries fit the registers with."""
-    if queries <= 2:
-        return 8
-    return 4 if queries <= 5 else 2
+def put_strips(strips: tuple[tuple[jax.Array, ...], ...], out: np.ndarray) -> None:
+    """Put what `scan` returned into `[heads, R, reach]`. Waits for it."""
+    pieces, width = strips[0][0].shape[1:]
+    parted = out.reshape(*out.shape[:2], pieces, -1)
+    assert np.shares_memory(parted, out)
+    for query, streams in enumerate(strips):
+        for start, strip in zip(_starts(parted.shape[3], len(streams), width), streams, strict=True):
+            parted[:, query, :, start : start + width] = strip
+
+
+def _layout(heads: int, reach: int, queries: int) -> tuple[int, int, int]:
+    """Pieces of each head's keys, streams in each piece, and keys in each stream.
+
+    An odd number of these, because then the sums of all streams and queries, which are stored side by side, do not
+    compete for the same places of the first-level cache. Streams may overlap for it: some keys are scored twice.
+    """
+    pieces = math.gcd(reach, max(_PIECES // heads, 1))
+    keys = reach // pieces
+    together = min(queries, _TOGETHER)
+    streams = min(8 if together <= 2 else 4 if together <= 5 else 2, keys)
+    width = -(-keys // streams)
+    return pieces, streams, min(width + (width % 2 == 0), keys)
+
+
+def _starts(keys: int, streams: int, width: int) -> list[int]:
+    """Where each stream begins: apart evenly, from the first key to the last."""
+    return [stream * (keys - width) // max(streams - 1, 1) for stream in range(streams)]
+
+
+def _values(keys: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys in float32; of bfloat16 keys seen two by two, the first of each two and the second."""
+    if keys.dtype != jnp.uint32:
+        return (keys.astype(jnp.float32),)
+    # The upper half of a float32 is a bfloat16: a pair's second is there already, its first goes there.
+    first, second = keys << 16, keys & jnp.uint32(0xFFFF0000)
+    return tuple(jax.lax.bitcast_convert_type(x, jnp.float32) for x in (first, second))
 
 
 def _add_each(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -145,38 +156,68 @@ def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> ja
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """Scores `[B, K, R, N]` of each scanned layer, on the device, and the seconds and bytes of K it took."""
+    """Scores `[B, K, R, N]` of each scanned layer, on their way to the device, and the bytes of K read for them.
+
+    `seconds` are from the queries' arrival until all scores are in host memory. They may be on the device much later: a
+    transfer waits for the programs that had been launched when it was asked for.
+    """
 
     scores: tuple[jax.Array, ...]
     seconds: float
     nbytes: int
 
 
-class _Hand:
-    """A thread that calls the scan of its share, and how many results of it may wait to be collected.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """What one call scans: the first keys of one row, of all its heads.
 
-    Its own number, not one for all: the scores are collected in order, and those that come first must not wait for room
-    that other threads' later ones have taken.
+    Attributes:
+      layer: its number among the scanned ones.
+      q, k, head: queries, keys and first head, as `scan` takes them.
+      out: where the scores `[heads, R, reach]` are to go.
     """
 
-    def __init__(self, number: int) -> None:
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, f"herald-scan-part-{number}")
-        self.room = threading.BoundedSemaphore(_AHEAD)
+    layer: int
+    q: jax.Array
+    k: jax.Array
+    head: int
+    out: np.ndarray
 
 
-_Part = tuple[_Hand, "concurrent.futures.Future[jax.Array]", np.ndarray]  # who scans, the scores, and their place
+class _Run:
+    """One scan's parts on their way to the threads that call, and the layers of those done on their way back.
+
+    Attributes:
+      todo: parts, then None for each thread.
+      done: of each part that has its scores in place its layer, then None from each thread.
+    """
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def end(self) -> None:
+        """There will be no more, for any thread."""
+        for _ in range(_CALLERS):
+            self.todo.put(None)
+
+    def drop(self) -> None:
+        """Begin nothing more of what is there to do, on any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.todo.get_nowait()
+        self.end()
 
 
 class Scanner:
-    """A thread that deals out the scan, one for each core that hands its share to JAX's CPU backend, and one that
-    collects the scores.
+    """Threads that have JAX's CPU backend scan and put the scores in place, and one that sends them to the device.
 
-    XLA computes on threads of its own, whoever calls it, and what one thread calls, one after the other. So every
-    core's share has a thread that calls, and none of them waits for what it called: waking up, they would take turns at
-    Python's lock. Where there are cores enough, XLA's threads leave some of them to the thread that launches the GPU's
-    work and to these (`host_threads.py`).
+    XLA computes on threads of its own, one for each core, whoever calls it; but what one thread calls, one after the
+    other. So a few threads call, each with the next call under way before it waits for the last. What they call takes
+    arrays made beforehand, of keys and of numbers: made in the call, they would keep Python's lock for longer.
 
-    `submit` returns at once; an error in any of the threads comes out of the future's result.
+    `submit` returns at once; an error in any of the threads comes out of the future's result. What is to be done with
+    the scores can be launched when that is there, behind whatever the device still does. The next scan begins at once.
     """
 
     def __init__(self, *, beside_gpu: bool = False) -> None:
@@ -188,13 +229,12 @@ class Scanner:
                 "JAX_PLATFORMS unset or name both, as in JAX_PLATFORMS=cuda,cpu"
             ) from None
         self._stages: list[_Stage] = []
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._keys: dict[Any, jax.Array] = {}
+        self._number = functools.cache(lambda x: jax.device_put(np.int32(x), self._cpu))
         self._holds = beside_gpu and host_threads.hold(self._cpu)
-        if self._holds:
-            cores -= host_threads.RESERVED
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
-        self._hands = [_Hand(i) for i in range(cores)]
-        self._collect = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-scores")
+        self._callers = concurrent.futures.ThreadPoolExecutor(_CALLERS, "herald-scan-call")
+        self._watch = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-sent")
 
     def submit(
         self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array
@@ -204,84 +244,116 @@ class Scanner:
 
     def close(self) -> None:
         """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
-        for threads in (self._lead, *(hand.thread for hand in self._hands), self._collect):
+        for threads in (self._lead, self._callers, self._watch):
             threads.shutdown(wait=True, cancel_futures=True)
         if self._holds:
             host_threads.release(self._cpu)
             self._holds = False
 
     def _scan(self, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> Scanned:
+        stages = [self._staging(k, queries.shape[-2]) for k in keys]
+        places = self._in_place(keys)
         asked, rows = _shards(queries), _shards(lengths)  # waits for the draft
         began = time.perf_counter()
+        on_cpu = {x: jax.device_put(q.reshape(len(keys), -1, *q.shape[3:]), self._cpu) for x, q in asked.items()}
+        run = _Run()
+        callers = [self._callers.submit(self._call, run) for _ in range(_CALLERS)]
+        left = [0] * len(keys)
+        sent: dict[int, jax.Array] = {}
         nbytes = 0
-        sent: list[concurrent.futures.Future[jax.Array]] = []
-        hands = itertools.cycle(self._hands)
-        places = [(self._staging(layer, k, queries.shape[-2]), host_views(k)) for layer, k in enumerate(keys)]
         try:
-            for layer, (stage, views) in enumerate(places):
-                parts: list[_Part] = []
-                for device, view in views.items():
-                    for row, length in enumerate(rows[device]):
-                        reach = _reach(int(length), view.shape[3])
-                        # Part of the keys of several heads is no array of its own, all that XLA's product takes.
-                        size = reach * view.shape[4] * view.itemsize if _streamed(asked[device], view) else _CALL
-                        for heads in _calls(view.shape[2], size) if reach else ():
-                            what = (asked[device][layer, row, heads], view[0, row, heads], reach)
-                            out = stage.views[device][row, heads, :, :reach]
-                            hand = next(hands)
-                            parts.append((hand, hand.thread.submit(self._part, hand, *what), out))
-                    nbytes += int(rows[device].sum()) * view.shape[2] * view.shape[4] * view.itemsize
-                sent.append(self._collect.submit(self._send, stage, parts))
-            scores = [layer.result() for layer in sent]
+            for layer, (stage, place) in enumerate(zip(stages, places, strict=True)):
+                for device, k in place.items():
+                    nbytes += int(rows[device].sum()) * k.nbytes // (len(rows[device]) * k.shape[1])
+                    parts = _parts(layer, on_cpu[device], k, rows[device], stage.views[device])
+                    left[layer] += len(parts)
+                    for part in parts:
+                        run.todo.put(part)
+            run.end()
+            working = _CALLERS
+            while working:
+                layer_done = run.done.get()
+                if layer_done is None:
+                    working -= 1
+                    continue
+                left[layer_done] -= 1
+                if not left[layer_done]:
+                    sent[layer_done] = stages[layer_done].send()
         finally:
-            concurrent.futures.wait(sent)  # no scan is left that reads the keys, whatever went wrong
-        jax.block_until_ready(scores)  # the staging memory is written again by the next scan
-        return Scanned(tuple(scores), time.perf_counter() - began, nbytes)
+            run.drop()
+            concurrent.futures.wait(callers)
+        for caller in callers:
+            caller.result()
+        seconds = time.perf_counter() - began
+        scores = tuple(sent[layer] if layer in sent else stage.send() for layer, stage in enumerate(stages))
+        self._watch.submit(_free, stages, scores)
+        return Scanned(scores, seconds, nbytes)
 
-    def _staging(self, layer: int, k: jax.Array, queries: int) -> _Stage:
-        """Where one layer's scores wait for their transfer, made once and kept."""
-        if layer >= len(self._stages):
-            self._stages.append(_Stage(k, queries))
-        return self._stages[layer]
+    def _call(self, run: _Run) -> None:
+        """Scan one part after the other until there is none, with so many under way at once."""
+        begun: collections.deque[tuple[_Part, Any]] = collections.deque()
+        try:
+            more = True
+            while more or begun:
+                part = run.todo.get() if more else None
+                more = part is not None
+                if part is not None:
+                    at = self._number(part.layer), self._number(part.head)
+                    heads, _, reach = part.out.shape
+                    begun.append((part, scan(part.q, part.k, *at, heads=heads, reach=reach)))
+                    if len(begun) < _AHEAD:
+                        continue
+                if begun:
+                    part, strips = begun.popleft()
+                    put_strips(strips, part.out)
+                    run.done.put(part.layer)
+        except BaseException:
+            run.drop()
+            raise
+        finally:
+            # Whatever went wrong: no scan is left that reads the keys.
+            for _, strips in begun:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    jax.block_until_ready(strips)
+            run.done.put(None)
 
-    def _part(self, hand: _Hand, q: np.ndarray, k: np.ndarray, reach: int) -> jax.Array:
-        """Begin to score some heads of a row, all their keys `[H, N, D]`; the result `[H, R, reach]` is on its way.
+    def _staging(self, k: jax.Array, queries: int) -> _Stage:
+        """Where one layer's scores wait for their transfer. Made once and used again when that is over."""
+        like = k.shape, k.dtype, k.sharding, queries
+        stage = next((stage for stage in self._stages if stage.like == like and not stage.busy), None)
+        if stage is None:
+            stage = _Stage(k, queries)
+            self._stages.append(stage)
+        stage.busy = True
+        return stage
 
-        NumPy arrays go in as they are, because `device_put` would hold Python's lock for longer than the whole call.
-        JAX reads them in place where they begin at a multiple of 64 bytes, as heads of 32 dimensions and more do.
+    def _in_place(self, keys: tuple[jax.Array, ...]) -> list[dict[Any, jax.Array]]:
+        """Each layer's keys, by device, as the CPU backend's arrays `[B * K, N, ..]` over the very same memory.
+
+        Those of memory that was scanned before are the same arrays again, which saves more time than a call takes.
         """
-        hand.room.acquire()  # until `_send` has what comes of it
-        k = k.view(np.uint32) if _streamed(q, k) else k[:, :reach]
-        with jax.default_device(self._cpu):
-            return scan(q, k, reach=reach)
-
-    def _send(self, stage: _Stage, parts: list[_Part]) -> jax.Array:
-        """Wait for all `parts` of a layer, put each into its place in staging memory, and send that to the device."""
-        errors: list[BaseException] = []
-        for hand, part, out in parts:
-            failed = part.exception()  # waits
-            if failed is None:
-                try:
-                    out[:] = part.result()
-                except jax.errors.JaxRuntimeError as error:
-                    failed = error
-            hand.room.release()
-            if failed is not None:
-                errors.append(failed)
-        if errors:
-            raise errors[0]
-        return jax.device_put(stage.array, stage.target, may_alias=False)
+        if len(self._keys) > _KEPT:
+            self._keys.clear()
+        places = []
+        jax.block_until_ready(keys)
+        for k in keys:
+            place = {}
+            for shard in k.addressable_shards:
+                memory = shard.data.unsafe_buffer_pointer(), shard.data.shape, k.dtype
+                if memory not in self._keys:
+                    view = _view(shard.data).reshape(-1, *shard.data.shape[-2:])
+                    view = view.view(np.uint32) if k.dtype == jnp.bfloat16 else view
+                    self._keys[memory] = jax.device_put(view, self._cpu)
+                place[shard.device] = self._keys[memory]
+            places.append(place)
+        return places
 
 
-def _streamed(q: np.ndarray, k: np.ndarray) -> bool:
-    """Whether keys `[..., D]` are to be seen two by two for queries `[..., R, D]`."""
-    return k.dtype == jnp.bfloat16 and q.shape[-2] <= _STREAMED_QUERIES
-
-
-def _calls(heads: int, nbytes: int) -> list[slice]:
-    """A row's heads, of `nbytes` of keys each, by the calls that scan them."""
-    group = next((n for n in range(1, heads) if heads % n == 0 and n * nbytes >= _CALL), heads)
-    return [slice(first, first + group) for first in range(0, heads, group)]
+def _parts(layer: int, q: jax.Array, k: jax.Array, rows: np.ndarray, out: np.ndarray) -> list[_Part]:
+    """A layer's scan in parts: keys `[B * K, N, ..]` of rows of i32[B] lengths, scores to `out` `[B, K, R, N]`."""
+    heads, slots = out.shape[1], out.shape[3]
+    reaches = [_reach(int(length), slots) for length in rows]
+    return [_Part(layer, q, k, row * heads, out[row, :, :, :reach]) for row, reach in enumerate(reaches) if reach]
 
 
 def _reach(length: int, slots: int) -> int:
@@ -301,14 +373,22 @@ def host_views(x: jax.Array) -> dict[Any, np.ndarray]:
     By address, not by `np.asarray`: that view would be kept by the array, which then could never be donated again. The
     caller sees to it that nobody uses the views while a program changes the array, or the other way round.
     """
-    views = {}
     jax.block_until_ready(x)
-    for shard in x.addressable_shards:
-        size = shard.data.nbytes
-        pointer = ctypes.cast(shard.data.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
-        flat = np.ctypeslib.as_array(pointer, shape=(size,)) if size else np.empty((0,), np.uint8)
-        views[shard.device] = flat.view(x.dtype).reshape(shard.data.shape)
-    return views
+    return {shard.device: _view(shard.data) for shard in x.addressable_shards}
+
+
+def _view(x: jax.Array) -> np.ndarray:
+    """The memory of an array on one device, which has to be ready."""
+    pointer = ctypes.cast(x.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
+    flat = np.ctypeslib.as_array(pointer, shape=(x.nbytes,)) if x.nbytes else np.empty((0,), np.uint8)
+    return flat.view(x.dtype).reshape(x.shape)
+
+
+def _free(stages: list[_Stage], scores: tuple[jax.Array, ...]) -> None:
+    """Wait until the `scores` have left the `stages`, which can be written to again then."""
+    jax.block_until_ready(scores)
+    for stage in stages:
+        stage.busy = False
 
 
 class _Stage:
@@ -319,20 +399,26 @@ class _Stage:
     only between transfers, and nothing ever computes on the array itself.
 
     Attributes:
-      array: the staging memory as a JAX array, split over devices as `k` is.
-      views: the same memory as writable NumPy arrays, by device.
-      target: where `array` is sent.
+      like: of what keys and how many queries it holds the scores.
+      busy: whether scores are being put here or sent from here.
+      views: the memory as writable NumPy arrays, by device.
     """
 
     def __init__(self, k: jax.Array, queries: int):
+        self.like = k.shape, k.dtype, k.sharding, queries
+        self.busy = False
         _, batch, heads, slots, _ = k.shape
         dtype = np.float32 if k.dtype == jnp.float32 else np.float16
-        self.target: Any
+        self._target: Any
         if isinstance(k.sharding, NamedSharding):
             spec = (*k.sharding.spec, *(None,) * 5)[:5]
-            self.target = NamedSharding(k.sharding.mesh, P(*spec[1:3], None, spec[3]))
+            self._target = NamedSharding(k.sharding.mesh, P(*spec[1:3], None, spec[3]))
         else:
-            self.target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
-        place = self.target.with_memory_kind(k.sharding.memory_kind)
-        self.array = jax.device_put(np.zeros((batch, heads, queries, slots), dtype), place)
-        self.views = host_views(self.array)
+            self._target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
+        place = self._target.with_memory_kind(k.sharding.memory_kind)
+        self._array = jax.device_put(np.zeros((batch, heads, queries, slots), dtype), place)
+        self.views = host_views(self._array)
+
+    def send(self) -> jax.Array:
+        """The scores on their way to the device."""
+        return jax.device_put(self._array, self._target, may_alias=False)

@@ -18,34 +18,71 @@ def keys_and_queries(slots, queries, dim, heads=1):
     return np.array(k), np.array(q)
 
 
-# Several heads of which only some keys are scored; turns that fit, turns of which the last overlaps, one short turn; a
-# number of keys that cannot be split into streams.
+def scores_of(q, k, head=0, heads=1, reach=None):
+    """`scan` with the queries of the second of two layers, its strips put together."""
+    q = np.stack([np.zeros_like(q), q])
+    reach = k.shape[1] if reach is None else reach
+    strips = host_select.scan(q, k, np.int32(1), np.int32(head), heads=heads, reach=reach)
+    out = np.full((heads, q.shape[2], reach + 8), 7, strips[0][0].dtype)
+    host_select.put_strips(strips, out[:, :, :reach])
+    assert (out[:, :, reach:] == 7).all()
+    return out[:, :, :reach]
+
+
+# Some of the heads and keys: pieces of an even number of keys and of an odd one, streams that overlap by a key and by
+# none, keys too few for streams, more queries than are scored together.
 @pytest.mark.parametrize(
-    ("heads", "slots", "reach", "queries", "dim"),
-    [(3, 2500, 8 * 272, 4, 128), (2, 2000, 2000, 7, 64), (2, 48, 24, 2, 128), (1, 301, 301, 5, 16)],
+    ("slots", "queries", "dim", "where"),
+    [
+        (2500, 4, 128, {"head": 1, "heads": 2, "reach": 8 * 272}),
+        (2000, 7, 64, {"heads": 3, "reach": 2000}),
+        (48, 2, 128, {"head": 2, "reach": 3}),
+        (301, 9, 16, {"heads": 1, "reach": 301}),
+    ],
 )
-def test_scores_are_the_products_of_bfloat16_keys(heads, slots, reach, queries, dim):
-    k, q = keys_and_queries(slots, queries, dim, heads)
-    scores = np.asarray(host_select.scan(q, k.view(np.uint32), reach=reach))
-    assert scores.dtype == np.float16
-    wanted = q.astype(np.float64) @ k[:, :reach].astype(np.float64).transpose(0, 2, 1) / dim**0.5
-    np.testing.assert_allclose(scores, wanted, rtol=2**-11 * 1.01, atol=1e-5)
-    np.testing.assert_allclose(host_select.scan(q, k, reach=reach), wanted, rtol=2**-11 * 1.01, atol=1e-5)
+def test_scores_are_the_products_of_the_keys(slots, queries, dim, where):
+    k, q = keys_and_queries(slots, queries, dim, heads=3)
+    head, heads, reach = where.get("head", 0), where.get("heads", 1), where["reach"]
+    some, asked = (x.astype(np.float64) for x in (k[head : head + heads, :reach], q[head : head + heads]))
+    wanted = asked @ some.transpose(0, 2, 1) / dim**0.5
+    for keys, dtype in ((k.view(np.uint32), np.float16), (k.astype(np.float32), np.float32)):
+        scores = scores_of(q, keys, **where)
+        assert scores.dtype == dtype
+        rounding = 2**-11 * 1.01 if dtype == np.float16 else 1e-5
+        np.testing.assert_allclose(scores, wanted, rtol=rounding, atol=1e-5)
 
 
 def test_a_nan_is_kept_and_what_float16_cannot_hold_stays_finite():
     k, q = keys_and_queries(1024, 4, 16)
     q[:] = 1
     k[0, 5, 3], k[0, 700, 2], k[0, 900, 15] = np.nan, 1e30, -np.inf
-    (scores,) = np.asarray(host_select.scan(q, k.view(np.uint32), reach=1024))
+    (scores,) = scores_of(q, k.view(np.uint32))
     assert np.isnan(scores[:, 5]).all()
     assert (scores[:, 700] == 65504).all()
     assert (scores[:, 900] == -65504).all()
     assert np.isfinite(np.delete(scores, 5, axis=1)).all()
 
 
-def test_heads_are_scanned_together_until_a_call_is_worth_its_while():
-    assert host_select._calls(8, 40 * 2**20) == [slice(i, i + 1) for i in range(8)]
-    assert host_select._calls(8, 5 * 2**20) == [slice(0, 4), slice(4, 8)]
-    assert host_select._calls(6, 6 * 2**20) == [slice(0, 3), slice(3, 6)]
-    assert host_select._calls(3, 100) == [slice(0, 3)]
+def test_streams_cover_every_key_of_every_piece():
+    for heads, reach, queries in np.ndindex(17, 300, 9):
+        pieces, streams, width = host_select._layout(heads + 1, reach + 1, queries + 1)
+        keys = (reach + 1) // pieces
+        assert keys * pieces == reach + 1
+        starts = host_select._starts(keys, streams, width)
+        covered = {key for start in starts for key in range(start, start + width)}
+        assert covered == set(range(keys))
+    assert host_select._layout(8, 131072, 4) == (2, 4, 16385)
+
+
+def test_keys_in_the_same_place_are_the_same_arrays_again():
+    k = [jax.random.normal(jax.random.key(i), (1, 2, 2, 64, 16), jnp.bfloat16) for i in range(2)]
+    scanner = host_select.Scanner()
+    try:
+        (first,), (again,), (other,) = ([*scanner._in_place((x,))[0].values()] for x in (k[0], k[0], k[1]))
+    finally:
+        scanner.close()
+    assert first is again
+    assert other is not first
+    assert first.dtype == np.uint32
+    assert first.shape == (4, 64, 8)
+    assert first.unsafe_buffer_pointer() == k[0].unsafe_buffer_pointer()
