@@ -216,6 +216,29 @@ def test_mage_loss() -> None:
     assert float(step(moved)[0][0]) < float(loss)
 
 
+@pytest.mark.once
+def test_the_teacher_takes_no_gradient() -> None:
+    """The gradient is that of the sparse pass alone, beside the exact pass's entries and predictions as constants."""
+    config, batch = tiny.SDAR, some_batch()
+    params = jax.tree.map(jnp.asarray, tiny.params(config))
+    plan = dataclasses.replace(PLAN, budget=3)
+    attend = TrainAttend(batch.first, batch.at, batch.masked, batch.every_block, plan=plan, mode="select")
+    exact, chosen = jax.jit(lambda p: noisy_hidden(config, p, batch, attend))(params)
+    teacher = jax.nn.log_softmax(jnp.einsum("bsme,ve->bsmv", exact, head(config, params), precision="highest"))
+    weight = batch.weight * batch.masked
+
+    def loss(p: Any) -> jax.Array:
+        hidden, _ = noisy_hidden(config, p, batch, dataclasses.replace(attend, mode="sparse"), chosen)
+        ours = jax.nn.log_softmax(jnp.einsum("bsme,ve->bsmv", hidden, head(config, p), precision="highest"))
+        nll = -jnp.take_along_axis(ours, batch.targets()[..., None], axis=-1)[..., 0]
+        divergence = jnp.sum(jnp.exp(ours) * (ours - teacher), axis=-1)
+        return jnp.sum((nll + 2 * divergence) * weight) / jnp.sum(weight)
+
+    found = jax.jit(jax.grad(lambda p: block_loss(config, p, batch, LossOptions(plan, 2.0, remat=False))[0]))(params)
+    for path, gradient in flatten(jax.jit(jax.grad(loss))(params)).items():
+        np.testing.assert_allclose(flatten(found)[path], gradient, rtol=1e-3, atol=1e-5, err_msg=path)
+
+
 def test_plans_without_an_objective_are_refused() -> None:
     with pytest.raises(ConfigError, match="selector 'mage'"):
         LossOptions(Mage(selector="recent"))
