@@ -48,9 +48,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, shape: str = "sdar8b", budg
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    titles = ("latency of a block, one row", "throughput under one cap on device memory")
-    for axis, series, title in zip(axes, (latency, throughput), titles, strict=True):
+    parts = {"latency of a block, one row": latency, "throughput under one cap on device memory": throughput}
+    parts = {title: series for title, series in parts.items() if series}  # one may not have been measured
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(4.5 * len(parts), 4), layout="constrained", squeeze=False)
+    for axis, (title, series) in zip(axes[0], parts.items(), strict=True):
         axis.axhline(1, color="0.7", linestyle="--", label="dense plan")
         for selector, values in series.items():
             label, color = SELECTORS[selector]
