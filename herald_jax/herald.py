@@ -58,7 +58,7 @@ class Pipeline:
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
-        self._scanner = Scanner(beside_gpu=host_kv.on_gpu(options.mesh))
+        self._scanner = Scanner()
         self._everywhere = sharding.one_device() if options.mesh is None else NamedSharding(options.mesh, P())
         self._how: tuple[Any, Any] | None = None
         self._constants: dict[Any, jax.Array] = {}

@@ -29,7 +29,6 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import host_threads
 from herald_jax.errors import GenerationError
 
 _F16_MAX = float(np.finfo(np.float16).max)
@@ -220,7 +219,7 @@ class Scanner:
     the scores can be launched when that is there, behind whatever the device still does. The next scan begins at once.
     """
 
-    def __init__(self, *, beside_gpu: bool = False) -> None:
+    def __init__(self) -> None:
         try:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
@@ -231,7 +230,6 @@ class Scanner:
         self._stages: list[_Stage] = []
         self._keys: dict[Any, jax.Array] = {}
         self._number = functools.cache(lambda x: jax.device_put(np.int32(x), self._cpu))
-        self._holds = beside_gpu and host_threads.hold(self._cpu)
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
         self._callers = concurrent.futures.ThreadPoolExecutor(_CALLERS, "herald-scan-call")
         self._watch = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-sent")
@@ -246,9 +244,6 @@ class Scanner:
         """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
         for threads in (self._lead, self._callers, self._watch):
             threads.shutdown(wait=True, cancel_futures=True)
-        if self._holds:
-            host_threads.release(self._cpu)
-            self._holds = False
 
     def _scan(self, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> Scanned:
         stages = [self._staging(k, queries.shape[-2]) for k in keys]
