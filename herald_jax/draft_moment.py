@@ -66,11 +66,16 @@ def parts(prefix: np.ndarray, layers: int, policy: Policy, plan: Herald, config:
     scan = layers * vector * float(prefix.sum()) / _SCAN_RATE
     entries = sum(plan.entries(int(n)) for n in prefix)
     step = (_weight_bytes(config) + 2.0 * layers * vector * entries) / _STEP_RATE
-    block = config.diffusion.block_length
-    steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
-    if scan < _SCAN_BOUND * step * (block if steps is None else min(int(steps), block)):
+    if scan < _SCAN_BOUND * step * _steps(policy, config):
         return 1
     return next(n for n in range(_PARTS, 0, -1) if layers % n == 0)
+
+
+def _steps(policy: Policy, config: ModelConfig) -> int:
+    """Steps of a block; of a policy whose steps nobody knows beforehand as many as it can have."""
+    block = config.diffusion.block_length
+    steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
+    return block if steps is None else min(int(steps), block)
 
 
 @functools.cache
@@ -87,6 +92,5 @@ def left_for_fetch(pool_bytes: int, policy: Policy, config: ModelConfig) -> int:
     """
     block = config.diffusion.block_length
     step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
-    steps = policy.steps if isinstance(policy, (StaticLowConfidence, Sequential)) else None
-    each = 1 if steps is None else math.ceil(block / min(int(steps), block))
+    each = math.ceil(block / _steps(policy, config))
     return min(each * math.ceil(pool_bytes / _FETCH_RATE / step), block)

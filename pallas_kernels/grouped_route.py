@@ -116,15 +116,20 @@ def _scores(lanes: Any, logits: list[Any], lane: Any, choice: Choice) -> list[An
     top = logits[0]
     for logit in logits[1:]:
         top = lanes.maximum(top, logit)
-    for distance in (16, 8, 4, 2, 1):
-        top = lanes.maximum(top, lanes.real(lanes.shuffle(lanes.bits(top), lane ^ distance)))
+    top = _over_warp(lanes, top, lane, lanes.maximum)
     parts = [lanes.exp2((logit - top) * _LOG2_E) for logit in logits]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    for distance in (16, 8, 4, 2, 1):
-        total = total + lanes.real(lanes.shuffle(lanes.bits(total), lane ^ distance))
+    total = _over_warp(lanes, total, lane, lambda a, b: a + b)
     return [lanes.divide(part, total) for part in parts]
+
+
+def _over_warp(lanes: Any, number: Any, lane: Any, join: Any) -> Any:
+    """The numbers of a warp's lanes joined, in all of them."""
+    for distance in (16, 8, 4, 2, 1):
+        number = join(number, lanes.real(lanes.shuffle(lanes.bits(number), lane ^ distance)))
+    return number
 
 
 def _key(lanes: Any, number: Any) -> Any:
