@@ -119,7 +119,7 @@ def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> i
     slots = capacity_for(end + block) + select.selected_capacity(plan, end) + block
     params = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values())
     heads, layers = config.num_kv_heads, config.num_layers - plan.dense_layers
-    scores = 4 * batch * heads * capacity_for(end + block) * layers // (plan.page if select.in_pages(plan) else 1)
+    scores = 4 * batch * heads * capacity_for(end + block) * layers // select.scored_page(plan)
     of_block = batch * block * config.num_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     # What a selection leaves out is kept as two arrays like the queries of all layers, and made from others like them.
     # Choosing from the scores of all layers takes twice as much again as they do.

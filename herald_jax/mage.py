@@ -71,7 +71,7 @@ class MageKV:
         pool = DeviceKV.empty(config, batch, capacity + blocks * config.diffusion.block_length, mesh)
         scores = votes = need = None
         if plan.selector == "mage" and plan.allocate == "uniform":
-            held = -(-slots // plan.page) if select.in_pages(plan) else slots
+            held = -(-slots // select.scored_page(plan))
             scores = jnp.zeros((max(layers - plan.dense_layers, 0), batch, heads, held), jnp.float32)
         if plan.allocate == "layer_adaptive":
             votes = jnp.zeros((layers, batch, heads, slots), jnp.int32)
@@ -301,17 +301,16 @@ class MageAttend:
             return out, cache
 
         if (scores := cache.scores) is not None:
-            result = self._exact(layer, q, cache, plan.page if select.in_pages(plan) else 1)
+            result = self._exact(layer, q, cache, select.scored_page(plan))
             out, score = jax.lax.optimization_barrier((result.out, result.importance))
             scores = scores.at[layer - plan.dense_layers].set(score)
             return out, dataclasses.replace(_noted(cache, layer, q, result), scores=scores)
 
-        if plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse":
-            paged = select.in_pages(plan)
-            result = self._exact(layer, q, cache, plan.page if paged else 1)
+        exact = plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse"
+        if exact:
+            result = self._exact(layer, q, cache, select.scored_page(plan))
             score = result.importance
         else:
-            paged = False
             result, score = self._attention(q, full, self.visible, layer), None
             if plan.selector == "quest":
                 score = select.page_bounds(plan, q, full.k[layer], select.chosen(self.rows, t), prefix)
@@ -325,7 +324,7 @@ class MageAttend:
         if score is None:
             indices = cache.indices[layer - 1]  # "tidal": what the layer below chose
         else:
-            pick = select.pick_pages if paged else select.pick
+            pick = select.pick_scored if exact else select.pick
             indices = pick(plan, score, counts, prefix, capacity, self.implementation)
             out, indices = jax.lax.optimization_barrier((out, indices))
         cache = dataclasses.replace(cache, indices=cache.indices.at[layer].set(indices))

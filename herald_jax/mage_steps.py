@@ -54,8 +54,7 @@ def finish_selection(cache: MageKV, plan: Mage, prefix: jax.Array, mesh: Mesh | 
         indices, votes = cache.indices, cache.votes
         if cache.scores is not None:
             # All layers in one launch: by itself a layer has too few heads to fill the device.
-            pick = select.pick_pages if select.in_pages(plan) else select.pick
-            chosen = pick(plan, cache.scores, counts[first:], prefix, capacity, implementation)
+            chosen = select.pick_scored(plan, cache.scores, counts[first:], prefix, capacity, implementation)
             indices = indices.at[first:].set(chosen)
         if votes is not None:
             # Layer by layer: the scores of all of them would be as large as the votes once more.

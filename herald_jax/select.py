@@ -72,9 +72,13 @@ def with_residents(plan: Mage | Herald, score: jax.Array, prefix: jax.Array) -> 
     return jnp.where(always, _ALWAYS, score)
 
 
-def in_pages(plan: Mage | Herald) -> bool:
-    """Whether all that counts of a score are its sums over pages: unless some entries of a page are chosen anyway."""
-    return plan.page > 1 and plan.selector != "quest" and plan.sinks + plan.recent == 0
+def scored_page(plan: Mage | Herald) -> int:
+    """How many entries share a number in the importance that a selecting attention is asked for; see `pick_scored`.
+
+    A page's, where its sums are all that counts; 1 where some entries of a page are chosen anyway.
+    """
+    in_pages = plan.page > 1 and plan.selector != "quest" and plan.sinks + plan.recent == 0
+    return plan.page if in_pages else 1
 
 
 def by_page(score: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
@@ -105,7 +109,7 @@ def pick(
 
     `score` f32[..., B, K, N].
     """
-    if in_pages(plan):
+    if scored_page(plan) > 1:
         sums = page_sums(score, plan.page, prefix)
         return pick_pages(plan, sums, counts, prefix, capacity, implementation)
     if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
@@ -115,6 +119,19 @@ def pick(
     wanted = jnp.broadcast_to(counts[..., None], leading)
     within = jnp.broadcast_to(prefix.reshape((1,) * (len(leading) - 2) + (-1, 1)), leading)
     return select_topk(score, wanted, capacity, lengths=within, implementation=implementation)
+
+
+def pick_scored(
+    plan: Mage | Herald,
+    score: jax.Array,
+    counts: jax.Array,
+    prefix: jax.Array,
+    capacity: int,
+    implementation: str | None,
+) -> jax.Array:
+    """`pick` from what a selecting attention returned: sums over `scored_page(plan)` entries each, f32[..., B, K, S]."""
+    choose = pick_pages if scored_page(plan) > 1 else pick
+    return choose(plan, score, counts, prefix, capacity, implementation)
 
 
 def pick_pages(
