@@ -129,7 +129,7 @@ def pick_scored(
     capacity: int,
     implementation: str | None,
 ) -> jax.Array:
-    """`pick` from what a selecting attention returned: sums over `scored_page(plan)` entries each, f32[..., B, K, S]."""
+    """`pick` from what a selecting attention returned, a number for `scored_page(plan)` entries: f32[..., B, K, S]."""
     choose = pick_pages if scored_page(plan) > 1 else pick
     return choose(plan, score, counts, prefix, capacity, implementation)
 
