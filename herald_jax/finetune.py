@@ -178,7 +178,7 @@ def train(
 
 
 def memory_lines(
-    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, mage: bool
+    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, mage: bool, remat: bool = True
 ) -> list[str]:
     """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand."""
     parameters = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values())
@@ -199,9 +199,11 @@ def memory_lines(
         parts["adapters, their state and gradient"] = adapted * 16
         parts["one merged layer and its gradient"] = layer * (itemsize + 4) * 2
     parts["layer inputs kept"] = config.num_layers * tokens * width * itemsize
-    parts["one layer's activations"] = (
-        tokens * (4 * width + 2 * (heads + kv_heads) + 6 * config.intermediate_size) * itemsize * 2
-    )
+    activations = tokens * (4 * width + 2 * (heads + kv_heads) + 6 * config.intermediate_size) * itemsize
+    if remat:
+        parts["one layer's activations"] = activations * 2
+    else:
+        parts["all layers' activations"] = activations * (config.num_layers + 1)
     parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
     parts["logits of a chunk"] = 3 * min(
         512 << 20, batch * copies * config.diffusion.block_length * config.vocab_size * 4
@@ -229,6 +231,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="default %(default)s")
     parser.add_argument("--learning-rate", type=float, metavar="R", help="default 1e-5, with LoRA 2e-4")
     parser.add_argument("--warmup", type=int, default=10, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--final-rate", type=float, default=0.1, metavar="P", help="share of the rate left at the end (default 0.1)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for matrices (default: adamw)"
+    )
+    parser.add_argument(
+        "--no-remat", action="store_true", help="keep all activations: a fifth less work, far more memory"
+    )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the weights")
     parser.add_argument(
         "--kl", type=float, default=1.0, metavar="L", help="mage: weight of KL(sparse || exact) (default 1)"
@@ -265,9 +276,12 @@ def _run(args: argparse.Namespace) -> None:
     for name in ("length", "batch_size", "steps", "devices", "save_every"):
         if getattr(args, name) < 1:
             raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+    if not 0 <= args.final_rate <= 1:
+        raise GenerationError(f"--final-rate is {args.final_rate}, but must be a share of the rate, from 0 to 1")
     options = LossOptions(
-        cli_arguments.build_plan(args), args.kl, lora_alpha=float(2 * (args.lora or 1)), implementation=args.attention
-    )
+        cli_arguments.build_plan(args), args.kl, lora_alpha=float(2 * (args.lora or 1)), remat=not args.no_remat,
+        implementation=args.attention,
+    )  # fmt: skip
     check_destination(Path(args.output), force=args.force)
     mesh = sharding.normalise_mesh(sharding.make_mesh(data=args.devices)) if args.devices > 1 else None
     place = (lambda _, spec: sharding.param_sharding(spec, mesh)) if mesh is not None else None
@@ -286,11 +300,11 @@ def _run(args: argparse.Namespace) -> None:
     print("memory of a step, by formula:", file=sys.stderr)
     for line in memory_lines(
         config, batch=-(-args.batch_size // args.devices), length=args.length, copies=copies, rank=args.lora,
-        mage=isinstance(options.plan, Mage),
+        mage=isinstance(options.plan, Mage), remat=options.remat,
     ):  # fmt: skip
         print(f"  {line}", file=sys.stderr)
 
-    optimizer = training.Optimizer(weight_decay=0.0)
+    optimizer = training.Optimizer(args.optimizer, weight_decay=0.0)
     frozen = None
     if args.lora is None:
         trained: Any = training.master(found.params, mesh, config)
@@ -309,7 +323,7 @@ def _run(args: argparse.Namespace) -> None:
     peak = args.learning_rate or (1e-5 if args.lora is None else 2e-4)
     state, curve = train(
         step, state, source, steps=args.steps, mesh=mesh, directory=directory, save_every=args.save_every,
-        rate=lambda n: training.warmup_cosine(n, args.steps, peak=peak, warmup=args.warmup),
+        rate=lambda n: training.warmup_cosine(n, args.steps, peak=peak, warmup=args.warmup, floor=args.final_rate),
     )  # fmt: skip
     counted = jax.local_devices()[0].memory_stats() or {}  # None on a CPU
     if "peak_bytes_in_use" in counted:

@@ -78,6 +78,7 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_learning_rate() -> None:
     rates = [training.warmup_cosine(n, 100, peak=1.0, warmup=10) for n in (0, 9, 10, 55, 99)]
     np.testing.assert_allclose(rates, [0.1, 1.0, 1.0, 0.55, 0.1], atol=5e-3)
+    assert training.warmup_cosine(100, 100, peak=1.0, warmup=10, floor=0.0) == 0.0
 
 
 @pytest.mark.once
@@ -89,7 +90,8 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
     arguments = [
         str(source), str(tmp_path / "tuned"), "--data", str(data), "--length", "64", "--batch-size", "2", "--lora", "2",
         "--plan", "mage", "--budget", "8", "--min-budget", "1", "--dense-layers", "1", "--copies", "4",
-        "--learning-rate", "0.05", "--warmup", "1", "--curve", str(tmp_path / "curve.png"),
+        "--learning-rate", "0.05", "--warmup", "1", "--final-rate", "0", "--optimizer", "muon", "--no-remat",
+        "--curve", str(tmp_path / "curve.png"),
     ]  # fmt: skip
     assert finetune.main([*arguments, "--steps", "2"]) == 0
     printed = capsys.readouterr().err
@@ -114,6 +116,7 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
         (["--tasks", "needle"], "task is 'needle', but must be one of single_needle"),
         (["--tasks", "all", "--length", "30"], "must be a multiple of the block length 4"),
         (["--tasks", "all", "--steps", "0"], "--steps is 0"),
+        (["--tasks", "all", "--final-rate", "1.5"], "--final-rate is 1.5, but must be a share of the rate"),
         (["--data", "absent.txt"], "absent.txt: No such file"),
         (["--tasks", "all", "--plan", "mage", "--selector", "quest"], "goes with selector 'mage'"),
     ],
