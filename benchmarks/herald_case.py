@@ -190,7 +190,8 @@ class Case:
             return
         self._compiled.add((pipeline._options, part.stop))
         params, options, how = self.params, pipeline._options, pipeline._on_device(policy, GREEDY, NO_STOPS)
-        scores = jnp.zeros((self.batch, self.config.num_kv_heads, self.capacity), jnp.float32, device=self._here)
+        pages = -(-self.capacity // select.scored_page(pipeline._plan))
+        scores = jnp.zeros((self.batch, self.config.num_kv_heads, pages), jnp.float32, device=self._here)
         yes, zero = pipeline._constant(np.bool_(True)), pipeline._constant(np.int32(0))
         scored = (scores,) * (part.stop - part.start)
         pools = (pipeline._spare, scored, rows.length, pipeline._held, pipeline._host, zero, zero)

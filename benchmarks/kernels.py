@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.lowering import Workshop
 
-PARTS = ("attention", "gather", "topk", "matmul")
+PARTS = ("attention", "gather", "topk", "matmul", "index")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, sharding
+from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, select, sharding
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
@@ -159,7 +159,11 @@ class Pipeline:
         if not self._index:
             return ()
         near = queries[: self._indexed]
-        return device_index.score(self._index, near, prefix, reduce=self._plan.reduce, mesh=self._options.mesh)
+        plan, options = self._plan, self._options
+        return device_index.score(
+            self._index, near, prefix, reduce=plan.reduce, page=select.scored_page(plan), mesh=options.mesh,
+            implementation=options.implementation,
+        )  # fmt: skip
 
     def _finish(
         self,
@@ -199,7 +203,9 @@ class Pipeline:
             scanned = future.result()
             seconds += scanned.seconds
             self.stats.scan_bytes += scanned.nbytes
-            scored += host_select.weigh(scanned.scores, prefix, reduce=self._plan.reduce)
+            scored += host_select.weigh(
+                scanned.scores, prefix, reduce=self._plan.reduce, page=select.scored_page(self._plan)
+            )
             end = _ALL if part is parts[-1] else left
             rows, held = self._finish(rows, held, scored, prefix, how, first=part.stop - len(scored), left=end)
             scored = ()

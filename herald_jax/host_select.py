@@ -30,6 +30,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.errors import GenerationError
+from pallas_kernels import page_sums
+from pallas_kernels.index_scores import softmax_over_prefix
 
 _F16_MAX = float(np.finfo(np.float16).max)
 
@@ -138,19 +140,15 @@ def _to_f16(scores: jax.Array) -> jax.Array:
     return jnp.clip(scores, -_F16_MAX, _F16_MAX).astype(jnp.float16)
 
 
-@functools.partial(jax.jit, static_argnames="reduce")
-def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str) -> tuple[jax.Array, ...]:
-    """Importance f32[B, K, N] of each layer from its scores `[B, K, R, N]` and i32[B] prefix lengths, on the device."""
+@functools.partial(jax.jit, static_argnames=("reduce", "page"))
+def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str, page: int = 1) -> tuple[jax.Array, ...]:
+    """Importance of each layer from its scores `[B, K, R, N]` and i32[B] prefix lengths, on the device.
+
+    f32[B, K, ceil(N / page)]: a page's entries share a number, the sum of theirs.
+    """
     inside = lengths.reshape(-1, 1, 1, 1)
-    return tuple(softmax_over_prefix(x.astype(jnp.float32), inside, reduce) for x in scores)
-
-
-def softmax_over_prefix(scores: jax.Array, length: jax.Array, reduce: str) -> jax.Array:
-    """Importance f32[..., N] from scores f32[..., R, N] and the prefix length, a scalar or of shape `[..., 1, 1]`."""
-    inside = jnp.arange(scores.shape[-1]).reshape((1,) * (scores.ndim - 1) + (-1,)) < length
-    weights = jax.nn.softmax(jnp.where(inside, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    merged = jnp.max(weights, axis=-2) if reduce == "max" else jnp.mean(weights, axis=-2)
-    return jnp.where(inside[..., 0, :], merged, 0.0)
+    found = tuple(softmax_over_prefix(x.astype(jnp.float32), inside, reduce) for x in scores)
+    return found if page == 1 else tuple(page_sums(x, page, lengths) for x in found)
 
 
 @dataclasses.dataclass(frozen=True)

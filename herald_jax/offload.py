@@ -216,7 +216,8 @@ def finish(
     The steps go on while a row has more than `left` masks; if that is negative, until all have committed.
 
     Args:
-      importance: f32[B, K, N] of the layers to fill: of all that have a pool, or of some that follow each other.
+      importance: f32[B, K, S] of the layers to fill, sums over `select.scored_page` entries: of all that have a pool,
+        or of some that follow each other.
       prefix: i32[B], the entries it is about.
       held: what the current pool holds; its indices of layers that have been filled may be the next pool's.
       host: read in place, not changed.
@@ -240,7 +241,7 @@ def finish(
         wanted = select.budget_of(plan, prefix)
         capacity = held.indices.shape[-1]
         indices = jnp.stack(
-            [select.pick(plan, x, wanted, prefix, capacity, options.implementation) for x in importance]
+            [select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation) for x in importance]
         )
         there = held
         if count < every:

@@ -88,6 +88,22 @@ def gather_rows_missing(k: Any) -> str | None:
     return None
 
 
+def index_scores_missing(codes: Any, scales: Any, q: Any) -> str | None:
+    """Why `index_scores.importance` has no Mosaic GPU kernel for layers like this, or None if it has."""
+    dim, packed = q.shape[-1], jnp.dtype(codes.dtype) == jnp.uint8
+    groups = dim // 32 if packed else 1
+    if dim not in (64, 128) or scales.shape[-1] != groups:
+        return (
+            "index_scores on mosaic_gpu multiplies 32 numbers of an entry at once: head dim 64 or 128, a scale for "
+            f"each 32 numbers of 4 bits or for all of 8, not {scales.shape[-1]} for {dim} of {4 if packed else 8}"
+        )
+    if not 1 <= q.shape[-2] <= 8:
+        return f"index_scores on mosaic_gpu keeps up to 8 queries of a head in registers, not {q.shape[-2]}"
+    if codes.shape[2] * groups % 2 or codes.size == 0:
+        return f"index_scores on mosaic_gpu reads scales two by two: not of {codes.shape[2]} slots with {groups} each"
+    return None
+
+
 def scatter_rows_missing(k: Any, *, in_host_memory: bool) -> str | None:
     """Why `scatter_rows` has no Mosaic GPU kernel for caches like `k`, or None if it has."""
     if in_host_memory:

@@ -33,6 +33,10 @@ arith: Any = importlib.import_module("jaxlib.mlir.dialects.arith")
 scf: Any = importlib.import_module("jaxlib.mlir.dialects.scf")
 
 
+# The operands of `multiply_bytes` by number: sums, first and second factor, what is added to.
+_FRAGMENTS = range(4), range(4, 8), range(8, 10), range(10, 14)
+
+
 def _word() -> Any:
     return ir.IntegerType.get_signless(32)
 
@@ -209,6 +213,24 @@ class Lanes:
     def log2(self, number: Real) -> Real:
         """The logarithm to base 2, to about 2**-22."""
         return Real(llvm.inline_asm(ir.F32Type.get(), [number.ir], "lg2.approx.ftz.f32 $0, $1;", "=f,f"))
+
+    def multiply_add(self, a: Real, b: Real, c: Real) -> Real:
+        """a * b + c, rounded once."""
+        return Real(llvm.inline_asm(ir.F32Type.get(), [a.ir, b.ir, c.ir], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"))
+
+    def multiply_bytes(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> tuple[Value, ...]:
+        """A warp's product of signed bytes on the tensor cores, added to `c`: 16 x 32 by 32 x 8, sums of 32 bits.
+
+        Thread 4 g + i of the warp has, as PTX's m16n8k32 lays it out, of the first factor rows g and g + 8, columns 4 i
+        to 4 i + 3 of both, then columns 16 + 4 i to 16 + 4 i + 3 of both; of the second column g, the same rows in two
+        words; of the sums columns 2 i and 2 i + 1 of row g, then of row g + 8. All threads of the warp must take part.
+        """
+        outs, first, second, old = ("{" + ", ".join(f"${i}" for i in r) + "}" for r in _FRAGMENTS)
+        code = f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {outs}, {first}, {second}, {old};"
+        kind = llvm.StructType.get_literal([_word()] * 4)
+        constraints = ",".join(["=r"] * 4 + ["r"] * 10)
+        got: Any = llvm.inline_asm(kind, [v.ir for v in (*a, *b, *c)], code, constraints, has_side_effects=True)
+        return tuple(Value(llvm.extractvalue(_word(), got, [i])) for i in range(4))
 
     def maximum(self, a: Real, b: Real) -> Real:
         """The greater number; of a number and NaN the number."""

@@ -64,6 +64,27 @@ class NumpyLanes:
     def log2(self, number: np.ndarray) -> np.ndarray:
         return np.log2(number)
 
+    def multiply_add(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    def multiply_bytes(
+        self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, ...]:
+        def numbers(words: Sequence[np.ndarray]) -> np.ndarray:
+            """By warp, g, i, word and byte."""
+            return np.stack(words, axis=1).view(np.int8).reshape(-1, 8, 4, len(words), 4).astype(np.int32)
+
+        first, second = numbers(a), numbers(b)
+        warps = len(first)
+        # Words of the first factor: the half of the columns, then the half of the rows.
+        rows = np.einsum("wgihrb->wrghib", first.reshape(warps, 8, 4, 2, 2, 4)).reshape(warps, 16, 32)
+        columns = np.einsum("wgihb->wghib", second).reshape(warps, 8, 32)
+        sums = np.einsum("wrk,wck->wrc", rows, columns).reshape(
+            warps, 2, 8, 4, 2
+        )  # row's half, g, i, column's last bit
+        mine = np.einsum("whgic->wgihc", sums).reshape(-1, 4)
+        return tuple((mine[:, i] + x.view(np.int32)).view(np.uint32) for i, x in enumerate(c))
+
     def maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.fmax(a, b)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import kernels_gather, kernels_matmul, kernels_topk
+from benchmarks import kernels_gather, kernels_index, kernels_matmul, kernels_topk
 
 
 @pytest.mark.parametrize(
@@ -11,8 +11,9 @@ from benchmarks import kernels_gather, kernels_matmul, kernels_topk
         (kernels_gather, {"gather/host/h2d_fraction", "gather/device/copy_fraction"}),
         (kernels_topk, set()),
         (kernels_matmul, set()),
+        (kernels_index, set()),
     ],
-    ids=["gather", "topk", "matmul"],
+    ids=["gather", "topk", "matmul", "index"],
 )
 def test_quick_rows(module, goals):
     rows = module.rows({"copy_bandwidth": 1e10, "quick": True})
