@@ -29,7 +29,7 @@ from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import host_views
 from herald_jax.model import Params
-from herald_jax.pooled import pool_slots
+from herald_jax.pooled import PooledKV, pool_slots
 
 
 def cap_device_memory(gigabytes: float) -> None:
@@ -185,21 +185,25 @@ class Case:
 
         The calls that follow find them. Whoever changes what the pipeline passes to them finds them compiled twice.
         """
-        part = pipeline._parts(policy)[0]
-        if (pipeline._options, part.stop) in self._compiled:
+        parts = pipeline._parts(policy)
+        if (pipeline._options, len(parts)) in self._compiled:
             return
-        self._compiled.add((pipeline._options, part.stop))
+        self._compiled.add((pipeline._options, len(parts)))
         params, options, how = self.params, pipeline._options, pipeline._on_device(policy, GREEDY, NO_STOPS)
         pages = -(-self.capacity // select.scored_page(pipeline._plan))
         scores = jnp.zeros((self.batch, self.config.num_kv_heads, pages), jnp.float32, device=self._here)
         yes, zero = pipeline._constant(np.bool_(True)), pipeline._constant(np.int32(0))
-        scored = (scores,) * (part.stop - part.start)
-        pools = (pipeline._spare, scored, rows.length, pipeline._held, pipeline._host, zero, zero)
+        scored = (scores,) * (parts[0].stop - parts[0].start)
+        pools = (pipeline._spare, scored, rows.length, pipeline._held, pipeline._host)
         programs: list[tuple[Any, tuple[Any, ...]]] = [
             (offload.draft, (params, rows, *how)),
-            (offload.finish, (params, rows, *pools, *how)),
             (offload.denoise, (params, rows, *how, yes, zero)),
         ]
+        if len(parts) == 1:
+            programs.append((offload.finish, (params, rows, *pools, *how)))
+        else:
+            assert isinstance(rows.cache, PooledKV)
+            programs.append((offload.fill, (rows.cache.pool, rows.cache.counts, *pools, zero)))
         with ThreadPoolExecutor(len(programs)) as threads:  # lowering holds Python's lock, compiling does not
             made = [threads.submit(f.lower(*arguments, options=options).compile) for f, arguments in programs]
         for program in made:

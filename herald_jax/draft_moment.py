@@ -22,12 +22,12 @@ from herald_jax.plans import Herald
 
 # Share of the block that is revealed at the latest draft that "auto" makes, and always if nothing is known.
 _LATEST = 0.5
-_SCAN_RATE = 50e9  # bytes of keys a second, 16 cores of the host
+_SCAN_RATE = 65e9  # bytes of keys a second, 16 cores of the host
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
 _LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
-_SCAN_BOUND = 1.5  # how many times as long as a block's steps a scan takes at least that is made in parts
-_PARTS = 4  # at most
+_SCAN_BOUND = 1.1  # how many times as long as a block's steps and the fetch a scan takes at least that is made in parts
+_PARTS = 9  # at most; the last one's fetch is what follows the scan, and each takes a program's start
 _STEPS_BESIDE = 3  # the block's commit is one more than its steps; the others to spare
 
 
@@ -60,13 +60,13 @@ def parts(prefix: np.ndarray, layers: int, policy: Policy, plan: Herald, config:
     """In how many equal parts the CPU scans `layers` layers of rows of `prefix` i32[B] tokens, each fetched by itself.
 
     One where the steps of a block are what takes long, and the fetch is hidden by some of them. More where the scan is
-    clearly longer: a part is fetched while the next one is scanned, or the whole fetch would follow the scan.
+    clearly longer than both: a part is fetched while the next one is scanned, or the whole fetch would follow the scan.
     """
     vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     scan = layers * vector * float(prefix.sum()) / _SCAN_RATE
-    entries = sum(plan.entries(int(n)) for n in prefix)
-    step = (_weight_bytes(config) + 2.0 * layers * vector * entries) / _STEP_RATE
-    if scan < _SCAN_BOUND * step * _steps(policy, config):
+    fetched = 2.0 * layers * vector * sum(plan.entries(int(n)) for n in prefix)
+    steps = _steps(policy, config) * (_weight_bytes(config) + fetched) / _STEP_RATE
+    if scan < _SCAN_BOUND * (steps + fetched / _FETCH_RATE):
         return 1
     return next(n for n in range(_PARTS, 0, -1) if layers % n == 0)
 
@@ -84,13 +84,13 @@ def _weight_bytes(config: ModelConfig) -> float:
     return float(sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values()))
 
 
-def left_for_fetch(pool_bytes: int, policy: Policy, config: ModelConfig) -> int:
-    """How many of its block's masks the row that is furthest behind is to have left when the fetch begins.
+def left_for_transfer(nbytes: int, policy: Policy, config: ModelConfig, *, pool_bytes: int) -> int:
+    """How many masks fewer the row that is furthest behind is to have by the time that `nbytes` are on the device.
 
-    So many as take the steps beside which all of a pool of `pool_bytes` could be fetched, by the rates above, to which
-    the commit comes. A policy whose steps nobody knows beforehand is taken to reveal one position in each.
+    So many as take the steps, over a pool of `pool_bytes`, beside which all of them are moved there, by the rates
+    above. A policy whose steps nobody knows beforehand is taken to reveal one position in each.
     """
     block = config.diffusion.block_length
     step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
     each = math.ceil(block / _steps(policy, config))
-    return min(each * math.ceil(pool_bytes / _FETCH_RATE / step), block)
+    return min(each * math.ceil(nbytes / _FETCH_RATE / step), block)

@@ -1,9 +1,11 @@
 """The HERALD pipeline, host side: who works when, from prefill to the last block.
 
 Per block: `draft` runs the steps up to the drafting moment and the draft. While worker threads scan the host's keys
-with the draft's queries, `denoise` runs steps until so many masks are left as it takes steps to hide the fetch. When
-the scores are there, `finish` fills the spare pool beside the block's last steps. Then the block's K and V are appended
-to the host's cache, the pools change places, and the next block begins.
+with the draft's queries, `denoise` runs steps until so many masks are left as it takes steps to hide the fetch, the
+last of them when most of the scores are on their way. When all are there, `finish` fills the spare pool beside the
+block's last steps. (Where the scan takes longer than the block, `denoise` runs it to its end, and `fill` fills some
+layers of the spare pool while others are scanned.) Then the block's K and V are appended to the host's cache, the pools
+change places, and the next block begins.
 
 All of it is launched ahead of the device, which sees to its loops itself: this thread waits for nothing but the scan.
 """
@@ -134,7 +136,7 @@ class Pipeline:
             rows, held = self._scan_beside(rows, policy, how, queries, prefix)
         else:
             scored = self._index_scores(queries, prefix)
-            rows, held = self._finish(rows, self._held, scored, prefix, how, first=0, left=_ALL)
+            rows, held = self._finish(rows, scored, prefix, how)
         self.stats.blocks += 1
         return self._turn(rows, held, prefix)
 
@@ -165,54 +167,69 @@ class Pipeline:
             implementation=options.implementation,
         )  # fmt: skip
 
-    def _finish(
-        self,
-        rows: Rows,
-        held: Held,
-        scored: tuple[jax.Array, ...],
-        prefix: jax.Array,
-        how: Any,
-        *,
-        first: int,
-        left: int,
-    ) -> tuple[Rows, Held]:
-        """Fill `len(scored)` layers of the spare pool from layer `first` on, and go on until `left` masks are left."""
-        where = tuple(self._constant(np.int32(x)) for x in (first, left))
+    def _finish(self, rows: Rows, scored: tuple[jax.Array, ...], prefix: jax.Array, how: Any) -> tuple[Rows, Held]:
+        """Fill the spare pool beside the steps that are left of the block."""
+        held = self._held
         rows, self._spare, indices, moved = offload.finish(
-            self._params, rows, self._spare, scored, prefix, held, self._host, *where, *how, options=self._options
+            self._params, rows, self._spare, scored, prefix, held, self._host, *how, options=self._options
         )
         self._moved.append(moved)
         return rows, Held(indices, held.resident)
+
+    def _fill(self, rows: Rows, held: Held, scored: tuple[jax.Array, ...], prefix: jax.Array, *, first: int) -> Held:
+        """Fill `len(scored)` layers of the spare pool from layer `first` on; nothing is left to denoise."""
+        cache, where = rows.cache, self._constant(np.int32(first))
+        assert isinstance(cache, PooledKV)
+        self._spare, indices, moved = offload.fill(
+            cache.pool, cache.counts, self._spare, scored, prefix, held, self._host, where, options=self._options
+        )
+        self._moved.append(moved)
+        return Held(indices, held.resident)
 
     def _scan_beside(
         self, rows: Rows, policy: Policy, how: Any, queries: jax.Array, prefix: jax.Array
     ) -> tuple[Rows, Held]:
         """Fill the spare pool by the CPU's scores (and the index', if it has layers), denoising the block meanwhile.
 
-        In parts, where the scan takes longer than the steps: then each part is fetched while the next one is scanned.
+        In parts, where the scan takes longer than the steps and the fetch together: the steps are over long before the
+        scan is, and each part is fetched while the next one is scanned.
         """
         assert isinstance(rows.cache, PooledKV)
-        parts = self._parts(policy)
-        futures = [self._scanner.submit(queries[part], self._host.k[part], prefix) for part in parts]
+        config, parts = self._options.config, self._parts(policy)
+        scans = [self._scanner.submit(queries[part], self._host.k[part], prefix) for part in parts]
         scored = self._index_scores(queries, prefix)
-        left = draft_moment.left_for_fetch(rows.cache.pool.nbytes // len(parts), policy, self._options.config)
-        rows = self._denoise(rows, how, first=False, left=left)
-        held, seconds, exposed = self._held, 0.0, 0.0
-        for part, future in zip(parts, futures, strict=True):
-            exposed += _seconds_idle(future, rows.step)
-            scanned = future.result()
+        idle = _Idle()
+        if len(parts) == 1:
+            pool = rows.cache.pool.nbytes
+            moved = host_select.score_bytes(queries, self._host.k[parts[0]])
+            fetch, scores = (
+                draft_moment.left_for_transfer(nbytes, policy, config, pool_bytes=pool) for nbytes in (pool, moved)
+            )
+            rows = self._denoise(rows, how, first=False, left=fetch + scores)
+            # A transfer waits for the programs that were launched before it: most of the scores have been sent before
+            # these steps are launched, and arrive beside them.
+            idle.wait(scans[0].nearly, rows.step)
+            rows = self._denoise(rows, how, first=False, left=fetch)
+        else:
+            rows = self._denoise(rows, how, first=False)
+        held, seconds = self._held, 0.0
+        for part, scan in zip(parts, scans, strict=True):
+            idle.wait(scan.done, rows.step)
+            scanned = scan.done.result()
             seconds += scanned.seconds
             self.stats.scan_bytes += scanned.nbytes
             scored += host_select.weigh(
                 scanned.scores, prefix, reduce=self._plan.reduce, page=select.scored_page(self._plan)
             )
-            end = _ALL if part is parts[-1] else left
-            rows, held = self._finish(rows, held, scored, prefix, how, first=part.stop - len(scored), left=end)
-            scored = ()
+            if len(parts) == 1:
+                rows, held = self._finish(rows, scored, prefix, how)
+            else:
+                held = self._fill(rows, held, scored, prefix, first=part.start)
+                scored = ()
         self.stats.scan_seconds += seconds
-        self.stats.scan_exposed_seconds += exposed
+        self.stats.scan_exposed_seconds += idle.seconds
         if self._choose and self.stats.blocks == _MEASURED_BLOCKS:
-            self._choose_selector(seconds, exposed)
+            self._choose_selector(seconds, idle.seconds)
         return rows, held
 
     def _parts(self, policy: Policy) -> list[slice]:
@@ -299,14 +316,20 @@ class Pipeline:
         return dataclasses.replace(self.stats)
 
 
-def _seconds_idle(future: concurrent.futures.Future[Any], steps: Any) -> float:
-    """Wait for `future`. Returns how long it took beyond the steps on the device, which have `steps` for a result.
+class _Idle:
+    """Counts the seconds for which the device had nothing to do while the host waited.
 
-    What follows the future is launched as soon as it is there, which is best before the steps are over.
+    What is waited for is followed by launches, which are best made before the steps on the device are over.
     """
-    since = None
-    while not future.done():
-        if since is None and steps.is_ready():
-            since = time.perf_counter()
-        concurrent.futures.wait([future], timeout=_LOOK)
-    return 0.0 if since is None else time.perf_counter() - since
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wait(self, event: concurrent.futures.Future[Any], steps: Any) -> None:
+        """Wait until `event` is over, by whatever end. The device has `steps` for a result of what it was given."""
+        since = None
+        while not event.done():
+            if since is None and steps.is_ready():
+                since = time.perf_counter()
+            concurrent.futures.wait([event], timeout=_LOOK)
+        self.seconds += 0.0 if since is None else time.perf_counter() - since

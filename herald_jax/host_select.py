@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import math
 import queue
 import time
 from collections.abc import Sequence
@@ -30,114 +29,18 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax.errors import GenerationError
+from herald_jax.host_scan import scan
 from pallas_kernels import page_sums
 from pallas_kernels.index_scores import softmax_over_prefix
 
-_F16_MAX = float(np.finfo(np.float16).max)
-
-# How XLA is to compile a scan: with sums that may be reordered, without which no reduction is vectorised (NaN is kept).
-_COMPILED = {"xla_cpu_enable_fast_math": True, "xla_cpu_prefer_vector_width": 512}
-# Queries of a head whose sums fit the vector registers together; more of them read the keys again.
-_TOGETHER = 8
-# Pieces of a row's keys that XLA can divide among its threads, if their number allows it.
-_PIECES = 16
 # Threads that call, and calls that each has under way: some compute while others' scores are put in place.
 _CALLERS, _AHEAD = 3, 2
+# So many tokens before a row needs the next program, that is compiled.
+_FORESIGHT = 512
 # Arrays over keys' memory that a scanner keeps: as many as there are layers, as long as the cache stays in its place.
 _KEPT = 1024
-
-
-@functools.partial(jax.jit, static_argnames=("heads", "reach"), compiler_options=_COMPILED)
-def scan(
-    q: jax.Array, k: jax.Array, layer: jax.Array, head: jax.Array, *, heads: int, reach: int
-) -> tuple[tuple[jax.Array, ...], ...]:
-    """Scores of the first `reach` keys of some heads by their queries, over sqrt(D), in strips (`put_strips`).
-
-    XLA's matrix product is fast enough in cache, but waits for memory at every page of it: nothing is asked for ahead.
-    So the keys are read as several streams at once, from as many places: what one waits for, the processor fetches
-    while it multiplies for the others. One reduction with an operand for each query and stream reads every key once;
-    LLVM turns it into a loop whose sums stay in registers. XLA splits it among its threads. (Left to calls of single
-    heads from a Python thread for each core, a third of the cores waited for Python's lock.)
-
-    Args:
-      q: queries `[L, H, R, D]` of all layers.
-      k: keys `[H, N, D]` of one of them, or u32`[H, N, D / 2]`: the same memory of bfloat16 keys seen two by two, which
-        is read faster.
-      layer: whose queries, i32.
-      head: the first head, i32.
-      heads: how many.
-      reach: how many keys to score, at most N.
-
-    Returns:
-      for each query its streams' strips `[heads, pieces, ..]`: float32 for float32 keys, else float16: finer than what
-      bfloat16 keys can tell apart, and half the traffic. Beyond float16's range scores stay at its end; NaN stays NaN.
-    """
-    queries, dim = q.shape[2:]
-    pieces, streams, width = _layout(heads, reach, queries)
-    scaled = jax.lax.dynamic_slice(q, (layer, head, 0, 0), (1, heads, queries, dim))[0].astype(jnp.float32) / dim**0.5
-    scaled = scaled.reshape(heads, queries, 1, 1, dim)
-    paired = k.dtype == jnp.uint32
-    # Behind a barrier, or every key would have them converted again.
-    factors = jax.lax.optimization_barrier((scaled[..., 0::2], scaled[..., 1::2]) if paired else (scaled,))
-    keys = jax.lax.dynamic_slice(k, (head, 0, 0), (heads, reach, k.shape[2]))
-    keys = keys.reshape(heads, pieces, reach // pieces, k.shape[2])
-    strips: list[jax.Array] = []
-    for first in range(0, queries, _TOGETHER):
-        products = []
-        for query in range(first, min(first + _TOGETHER, queries)):
-            for start in _starts(reach // pieces, streams, width):
-                values = _values(keys[:, :, start : start + width])
-                products.append(sum(x * factor[:, query] for x, factor in zip(values, factors, strict=True)))
-        strips += jax.lax.reduce(tuple(products), (jnp.float32(0),) * len(products), _add_each, (3,))
-    if k.dtype != jnp.float32:
-        strips = [_to_f16(x) for x in jax.lax.optimization_barrier(strips)]
-    return tuple(tuple(strips[i : i + streams]) for i in range(0, len(strips), streams))
-
-
-def put_strips(strips: tuple[tuple[jax.Array, ...], ...], out: np.ndarray) -> None:
-    """Put what `scan` returned into `[heads, R, reach]`. Waits for it."""
-    pieces, width = strips[0][0].shape[1:]
-    parted = out.reshape(*out.shape[:2], pieces, -1)
-    assert np.shares_memory(parted, out)
-    for query, streams in enumerate(strips):
-        for start, strip in zip(_starts(parted.shape[3], len(streams), width), streams, strict=True):
-            parted[:, query, :, start : start + width] = strip
-
-
-def _layout(heads: int, reach: int, queries: int) -> tuple[int, int, int]:
-    """Pieces of each head's keys, streams in each piece, and keys in each stream.
-
-    An odd number of these, because then the sums of all streams and queries, which are stored side by side, do not
-    compete for the same places of the first-level cache. Streams may overlap for it: some keys are scored twice.
-    """
-    pieces = math.gcd(reach, max(_PIECES // heads, 1))
-    keys = reach // pieces
-    together = min(queries, _TOGETHER)
-    streams = min(8 if together <= 2 else 4 if together <= 5 else 2, keys)
-    width = -(-keys // streams)
-    return pieces, streams, min(width + (width % 2 == 0), keys)
-
-
-def _starts(keys: int, streams: int, width: int) -> list[int]:
-    """Where each stream begins: apart evenly, from the first key to the last."""
-    return [stream * (keys - width) // max(streams - 1, 1) for stream in range(streams)]
-
-
-def _values(keys: jax.Array) -> tuple[jax.Array, ...]:
-    """Keys in float32; of bfloat16 keys seen two by two, the first of each two and the second."""
-    if keys.dtype != jnp.uint32:
-        return (keys.astype(jnp.float32),)
-    # The upper half of a float32 is a bfloat16: a pair's second is there already, its first goes there.
-    first, second = keys << 16, keys & jnp.uint32(0xFFFF0000)
-    return tuple(jax.lax.bitcast_convert_type(x, jnp.float32) for x in (first, second))
-
-
-def _add_each(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _to_f16(scores: jax.Array) -> jax.Array:
-    return jnp.clip(scores, -_F16_MAX, _F16_MAX).astype(jnp.float16)
+# Share of the layers whose scores are on their way when a scan is nearly over.
+_NEARLY = 0.8
 
 
 @functools.partial(jax.jit, static_argnames=("reduce", "page"))
@@ -164,21 +67,38 @@ class Scanned:
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A scan that has been asked for.
+
+    Attributes:
+      nearly: is over when most of the scores have been sent to the device, or the scan has ended, whatever its end.
+      done: what comes of it, or its error.
+    """
+
+    nearly: concurrent.futures.Future[None]
+    done: concurrent.futures.Future[Scanned]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
     """What one call scans: the first keys of one row, of all its heads.
 
     Attributes:
       layer: its number among the scanned ones.
-      q, k, head: queries, keys and first head, as `scan` takes them.
+      q, k, head, heads, reach: as `scan` takes them.
       out: where the scores `[heads, R, reach]` are to go.
+      next_reach: another one, which the row will soon need, or 0.
     """
 
     layer: int
     q: jax.Array
     k: jax.Array
     head: int
+    heads: int
+    reach: int
     out: np.ndarray
+    next_reach: int
 
 
 class _Run:
@@ -213,8 +133,8 @@ class Scanner:
     other. So a few threads call, each with the next call under way before it waits for the last. What they call takes
     arrays made beforehand, of keys and of numbers: made in the call, they would keep Python's lock for longer.
 
-    `submit` returns at once; an error in any of the threads comes out of the future's result. What is to be done with
-    the scores can be launched when that is there, behind whatever the device still does. The next scan begins at once.
+    `submit` returns at once; an error in any of the threads comes out of `done`'s result. What is to be done with the
+    scores can be launched when that is there, behind whatever the device still does. The next scan begins at once.
     """
 
     def __init__(self) -> None:
@@ -231,19 +151,33 @@ class Scanner:
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
         self._callers = concurrent.futures.ThreadPoolExecutor(_CALLERS, "herald-scan-call")
         self._watch = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-sent")
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-compile")
+        self._programs: dict[Any, concurrent.futures.Future[Any]] = {}
 
-    def submit(
-        self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array
-    ) -> concurrent.futures.Future[Scanned]:
+    def submit(self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array) -> Scan:
         """Scan `keys`, one `[1, B, K, N, D]` per layer, with `queries` `[L, B, K, R, D]`, up to i32[B] `lengths`."""
-        return self._lead.submit(self._scan, queries, tuple(keys), lengths)
+        nearly: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def scan() -> Scanned:
+            try:
+                return self._scan(queries, tuple(keys), lengths, nearly)
+            finally:
+                _end(nearly)
+
+        return Scan(nearly, self._lead.submit(scan))
 
     def close(self) -> None:
         """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
-        for threads in (self._lead, self._callers, self._watch):
+        for threads in (self._lead, self._callers, self._watch, self._compiler):
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _scan(self, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> Scanned:
+    def _scan(
+        self,
+        queries: jax.Array,
+        keys: tuple[jax.Array, ...],
+        lengths: jax.Array,
+        nearly: concurrent.futures.Future[None],
+    ) -> Scanned:
         stages = [self._staging(k, queries.shape[-2]) for k in keys]
         places = self._in_place(keys)
         asked, rows = _shards(queries), _shards(lengths)  # waits for the draft
@@ -261,7 +195,10 @@ class Scanner:
                     parts = _parts(layer, on_cpu[device], k, rows[device], stage.views[device])
                     left[layer] += len(parts)
                     for part in parts:
+                        self._program(part, part.reach).result()
                         run.todo.put(part)
+                        if part.next_reach:
+                            self._program(part, part.next_reach)
             run.end()
             working = _CALLERS
             while working:
@@ -272,6 +209,8 @@ class Scanner:
                 left[layer_done] -= 1
                 if not left[layer_done]:
                     sent[layer_done] = stages[layer_done].send()
+                    if len(sent) >= _NEARLY * len(keys):
+                        _end(nearly)
         finally:
             run.drop()
             concurrent.futures.wait(callers)
@@ -291,14 +230,13 @@ class Scanner:
                 part = run.todo.get() if more else None
                 more = part is not None
                 if part is not None:
-                    at = self._number(part.layer), self._number(part.head)
-                    heads, _, reach = part.out.shape
-                    begun.append((part, scan(part.q, part.k, *at, heads=heads, reach=reach)))
+                    arguments = self._arguments(part)
+                    begun.append((part, scan(*arguments, heads=part.heads, reach=part.reach)))
                     if len(begun) < _AHEAD:
                         continue
                 if begun:
                     part, strips = begun.popleft()
-                    put_strips(strips, part.out)
+                    np.copyto(part.out, np.asarray(strips))
                     run.done.put(part.layer)
         except BaseException:
             run.drop()
@@ -309,6 +247,20 @@ class Scanner:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     jax.block_until_ready(strips)
             run.done.put(None)
+
+    def _arguments(self, part: _Part) -> tuple[jax.Array, ...]:
+        return part.q, part.k, self._number(part.layer), self._number(part.head)
+
+    def _program(self, part: _Part, reach: int) -> concurrent.futures.Future[Any]:
+        """The program that scans keys such as the part's up to `reach`: `scan` finds it when it is there.
+
+        Not left to the call: several threads call at once, and a block would wait for each new program.
+        """
+        key = part.q.shape, part.q.dtype, part.k.shape, part.k.dtype, part.heads, reach
+        if key not in self._programs:
+            lowered = functools.partial(scan.lower, *self._arguments(part), heads=part.heads, reach=reach)
+            self._programs[key] = self._compiler.submit(lambda: lowered().compile())
+        return self._programs[key]
 
     def _staging(self, k: jax.Array, queries: int) -> _Stage:
         """Where one layer's scores wait for their transfer. Made once and used again when that is over."""
@@ -345,14 +297,24 @@ class Scanner:
 def _parts(layer: int, q: jax.Array, k: jax.Array, rows: np.ndarray, out: np.ndarray) -> list[_Part]:
     """A layer's scan in parts: keys `[B * K, N, ..]` of rows of i32[B] lengths, scores to `out` `[B, K, R, N]`."""
     heads, slots = out.shape[1], out.shape[3]
-    reaches = [_reach(int(length), slots) for length in rows]
-    return [_Part(layer, q, k, row * heads, out[row, :, :, :reach]) for row, reach in enumerate(reaches) if reach]
+    parts = []
+    for row, length in enumerate(rows.tolist()):
+        reach, later = _reach(length, slots), _reach(length + _FORESIGHT, slots)
+        if reach:
+            soon = later if later > reach else 0
+            parts.append(_Part(layer, q, k, row * heads, heads, reach, out[row, :, :, :reach], soon))
+    return parts
 
 
 def _reach(length: int, slots: int) -> int:
     """How many of a head's slots to scan for a prefix of `length`: in eighths, so that few programs serve them all."""
     grain = max(slots // 8, 128)
     return min(-(-length // grain) * grain, slots)
+
+
+def _end(event: concurrent.futures.Future[None]) -> None:
+    if not event.done():
+        event.set_result(None)
 
 
 def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
@@ -384,6 +346,15 @@ def _free(stages: list[_Stage], scores: tuple[jax.Array, ...]) -> None:
         stage.busy = False
 
 
+def score_bytes(queries: jax.Array, keys: Sequence[jax.Array]) -> int:
+    """Bytes of the scores that a scan of `keys` with `queries` sends to the device, as `Scanner.submit` takes them."""
+    return sum(k.size // k.shape[-1] * queries.shape[-2] * _score_dtype(k).itemsize for k in keys)
+
+
+def _score_dtype(k: jax.Array) -> np.dtype[Any]:
+    return np.dtype(np.float32 if k.dtype == jnp.float32 else np.float16)
+
+
 class _Stage:
     """Host memory for the scores `[B, K, R, N]` of one layer whose keys are `k`, and where they go from there.
 
@@ -401,7 +372,6 @@ class _Stage:
         self.like = k.shape, k.dtype, k.sharding, queries
         self.busy = False
         _, batch, heads, slots, _ = k.shape
-        dtype = np.float32 if k.dtype == jnp.float32 else np.float16
         self._target: Any
         if isinstance(k.sharding, NamedSharding):
             spec = (*k.sharding.spec, *(None,) * 5)[:5]
@@ -409,7 +379,7 @@ class _Stage:
         else:
             self._target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
         place = self._target.with_memory_kind(k.sharding.memory_kind)
-        self._array = jax.device_put(np.zeros((batch, heads, queries, slots), dtype), place)
+        self._array = jax.device_put(np.zeros((batch, heads, queries, slots), _score_dtype(k)), place)
         self.views = host_views(self._array)
 
     def send(self) -> jax.Array:

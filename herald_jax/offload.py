@@ -3,8 +3,8 @@
 The host side of the pipeline is `herald.py`. A block is three programs: `draft` runs the steps up to the draft and the
 draft itself, one forward over [the block, its masks guessed | an all-masked next block], whose queries select;
 `denoise` runs steps while the selection is awaited; `finish` turns the scores into the next pool while it runs the
-block's last steps. Everything is donated; nothing but the selected rows that the current
-pool lacks crosses PCIe.
+block's last steps, and `fill` some layers' scores when there are no more steps. Everything is donated; nothing but the
+selected rows that the current pool lacks crosses PCIe.
 
 On a GPU each program is one CUDA graph with its loop in it, so that the host has launched all of a block long before
 the device is done with it (`_ONE_GRAPH`).
@@ -203,33 +203,44 @@ def finish(
     prefix: jax.Array,
     held: Held,
     host: HostKV,
-    first: jax.Array,
-    left: jax.Array,
     policy: Policy,
     sampling: Sampling,
     stops: jax.Array,
     *,
     options: LoopOptions,
 ) -> tuple[Rows, DeviceKV, jax.Array, jax.Array]:
-    """Fill layers of `spare` for the next block and run this one on, side by side on a GPU.
-
-    The steps go on while a row has more than `left` masks; if that is negative, until all have committed.
+    """Fill `spare` for the next block and run this one on until all rows have committed, side by side on a GPU.
 
     Args:
-      importance: f32[B, K, S] of the layers to fill, sums over `select.scored_page` entries: of all that have a pool,
-        or of some that follow each other.
+      importance: f32[B, K, N] of each pooled layer.
       prefix: i32[B], the entries it is about.
-      held: what the current pool holds; its indices of layers that have been filled may be the next pool's.
+      held: what the current pool holds.
       host: read in place, not changed.
-      first: i32 scalar, which pooled layer is their first.
-      left: i32 scalar.
 
     Returns:
-      The rows, the pool, `held.indices` with those that these layers are filled with, and i32[2, B]: rows of K and V
-      fetched from the host, and copied from the current pool.
+      The rows, the pool, its indices, and i32[2, B]: rows of K and V fetched from the host, and copied from the current
+      pool.
     """
+    choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
+    spare, indices, far, moved = choose(
+        _pooled(rows).pool, spare, importance, prefix, held, _pooled(rows).counts, jnp.int32(0)
+    )
+    # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
+    # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
+    # start it only behind the steps.
+    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
+    fetch = _on_second_stream(fetch) if runs_apart(host, options) else fetch
+    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
+    one = _stepping(params, (policy, sampling, stops), options)
+    rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))
+    return placed_rows(rows, options.mesh), spare, indices, moved
+
+
+def _moves(
+    host: HostKV, count: int, every: int, options: LoopOptions
+) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+    """How `count` of `every` layers' entries are chosen and copied from the current pool, and the others fetched."""
     plan = _plan(options)
-    count, every = len(importance), held.indices.shape[0]
 
     def choose(
         pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any, first: jax.Array
@@ -266,7 +277,7 @@ def finish(
 
     if options.mesh is not None:
         both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
-        score = tuple(P("data", "model", None) for _ in importance)
+        score = tuple(P("data", "model", None) for _ in range(count))
         what = Held(_INDICES, P("data"))  # type: ignore[arg-type]
         layers = tuple(CACHE_SPEC for _ in host.k)
         mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
@@ -275,19 +286,36 @@ def finish(
             out_specs=(both, _INDICES, _INDICES, P(None, "data")),
         )  # fmt: skip
         fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
+    return choose, fetch
 
-    spare, indices, far, moved = choose(
-        _pooled(rows).pool, spare, importance, prefix, held, _pooled(rows).counts, first
-    )
-    # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
-    # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
-    # start it only behind the steps.
-    rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
-    fetch = _on_second_stream(fetch) if apart else fetch
-    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
-    one = _stepping(params, (policy, sampling, stops), options)
-    rows = _run(one, rows, False, _more_masks_than(left))
-    return placed_rows(rows, options.mesh), spare, indices, moved
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="spare")
+def fill(
+    pool: DeviceKV,
+    counts: jax.Array,
+    spare: DeviceKV,
+    importance: tuple[jax.Array, ...],
+    prefix: jax.Array,
+    held: Held,
+    host: HostKV,
+    first: jax.Array,
+    *,
+    options: LoopOptions,
+) -> tuple[DeviceKV, jax.Array, jax.Array]:
+    """Fill layers of `spare` as `finish` does, for a block whose steps are over.
+
+    Args:
+      pool: the current one, of i32[B] `counts` entries.
+      importance: f32[B, K, N] of the layers to fill, which follow each other.
+      held: what `pool` holds; its indices of layers that have been filled may be the next pool's.
+      first: i32 scalar, which pooled layer is their first.
+
+    Returns:
+      The pool, `held.indices` with those that these layers are filled with, and what was moved.
+    """
+    choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
+    spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
+    return DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v)), indices, moved
 
 
 def runs_apart(host: HostKV, options: LoopOptions) -> bool:

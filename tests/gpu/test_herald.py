@@ -127,7 +127,7 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
         scores = tuple(jnp.zeros((batch, heads, -(-k.shape[3] // page)), jnp.float32) for k in pipeline._host.k)
         lowered = offload.finish.lower(
             run.model.params, rows, pipeline._spare, scores, rows.length, pipeline._held, pipeline._host,
-            np.int32(0), np.int32(0), REQUEST.policy, run._sampling, run._stops, options=run._options,
+            REQUEST.policy, run._sampling, run._stops, options=run._options,
         )  # fmt: skip
         text = lowered.compile().as_text()
         entry = text[text.index("\nENTRY") :].splitlines()

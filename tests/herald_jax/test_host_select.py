@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from herald_jax import host_select
+from herald_jax import host_scan, host_select
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -19,14 +19,10 @@ def keys_and_queries(slots, queries, dim, heads=1):
 
 
 def scores_of(q, k, head=0, heads=1, reach=None):
-    """`scan` with the queries of the second of two layers, its strips put together."""
+    """`scan` with the queries of the second of two layers."""
     q = np.stack([np.zeros_like(q), q])
     reach = k.shape[1] if reach is None else reach
-    strips = host_select.scan(q, k, np.int32(1), np.int32(head), heads=heads, reach=reach)
-    out = np.full((heads, q.shape[2], reach + 8), 7, strips[0][0].dtype)
-    host_select.put_strips(strips, out[:, :, :reach])
-    assert (out[:, :, reach:] == 7).all()
-    return out[:, :, :reach]
+    return np.asarray(host_scan.scan(q, k, np.int32(1), np.int32(head), heads=heads, reach=reach))
 
 
 # Some of the heads and keys: pieces of an even number of keys and of an odd one, streams that overlap by a key and by
@@ -65,13 +61,13 @@ def test_a_nan_is_kept_and_what_float16_cannot_hold_stays_finite():
 
 def test_streams_cover_every_key_of_every_piece():
     for heads, reach, queries in np.ndindex(17, 300, 9):
-        pieces, streams, width = host_select._layout(heads + 1, reach + 1, queries + 1)
+        pieces, streams, width = host_scan._layout(heads + 1, reach + 1, queries + 1)
         keys = (reach + 1) // pieces
         assert keys * pieces == reach + 1
-        starts = host_select._starts(keys, streams, width)
+        starts = host_scan._starts(keys, streams, width)
         covered = {key for start in starts for key in range(start, start + width)}
         assert covered == set(range(keys))
-    assert host_select._layout(8, 131072, 4) == (2, 4, 16385)
+    assert host_scan._layout(8, 131072, 4) == (2, 4, 16385)
 
 
 def test_keys_in_the_same_place_are_the_same_arrays_again():
