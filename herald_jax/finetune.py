@@ -2,8 +2,9 @@
 
 Plain: the block-diffusion objective of `objective.py`. For MAGE (`--plan mage`): cross-entropy of the sparse pass plus
 lambda times KL(sparse || exact), as in arXiv 2602.14209. The entries that the sparse pass may see are chosen by an
-exact pass over the same noisy blocks, which takes no gradient and is also the teacher. `--lora` trains low-rank
-additions only. A run continues from its own state (`OUTPUT.state`) and then follows the same trajectory.
+exact pass over the same noisy blocks, which takes no gradient and is also the teacher; the clean sequence is run once
+for both. `--lora` trains low-rank additions only. A run continues from its own state (`OUTPUT.state`) and then follows
+the same trajectory.
 """
 
 from __future__ import annotations
@@ -80,24 +81,26 @@ def block_loss(
     dtype = jnp.dtype(config.dtype)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     head = params["embed"]["embedding"] if config.tie_word_embeddings else params["head"]["kernel"]
-    plan = options.plan if isinstance(options.plan, Mage) else None
-    attend = TrainAttend(
-        batch.first, batch.at, batch.masked, batch.every_block, plan=plan, one_document=one_document,
-        implementation=options.implementation,
-    )  # fmt: skip
     scan = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values()) < _SCAN_PARAMETERS
     more: dict[str, Any] = {"adapters": adapters, "alpha": options.lora_alpha, "remat": options.remat, "scan": scan}
-    if plan is None:
-        hidden, _ = noisy_hidden(config, params, batch, attend, **more)
-        found = token_loss(config, head, hidden, batch)
+
+    def states(batch: TrainBatch, **attending: Any) -> jax.Array:
+        attend = TrainAttend(
+            batch.first, batch.at, batch.masked, batch.every_block, one_document=one_document,
+            implementation=options.implementation, **attending,
+        )  # fmt: skip
+        return noisy_hidden(config, params, batch, attend, **more)[0]
+
+    if isinstance(options.plan, Mage):
+        # Both passes in one, beside one clean sequence. The exact half gets no gradient: nothing of the other half is
+        # computed from it but which entries are chosen, and its predictions are held here.
+        per_block = {"at": batch.at, "masked": batch.masked, "weight": batch.weight}
+        twice = {name: jnp.concatenate([x, x], axis=1) for name, x in per_block.items()}
+        hidden = states(dataclasses.replace(batch, **twice), plan=options.plan, mode="both")
+        exact, sparse = jnp.split(hidden, 2, axis=1)
+        found = token_loss(config, head, sparse, batch, jax.lax.stop_gradient(exact))
     else:
-        select = dataclasses.replace(attend, mode="select")
-        fixed = jax.lax.stop_gradient(params)
-        held = jax.lax.stop_gradient(adapters)
-        exact, chosen = noisy_hidden(config, fixed, batch, select, **more | {"adapters": held, "remat": False})
-        sparse = dataclasses.replace(attend, mode="sparse")
-        hidden, _ = noisy_hidden(config, params, batch, sparse, jax.lax.stop_gradient(chosen), **more)
-        found = token_loss(config, head, hidden, batch, jax.lax.stop_gradient(exact))
+        found = token_loss(config, head, states(batch), batch)
     ce, kl = found.mean(), found.mean_divergence()
     total = jnp.maximum(jnp.sum(found.weight), 1e-6)
     accuracy = jnp.sum(found.hit * found.weight) / total
@@ -183,7 +186,9 @@ def memory_lines(
     """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand."""
     parameters = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values())
     itemsize = jnp.dtype(config.dtype).itemsize
-    tokens = batch * (length + copies * config.diffusion.block_length)
+    # Each copied block has two complementary masks, and for MAGE an exact and a sparse pass.
+    noisy = 2 * copies * config.diffusion.block_length
+    tokens = batch * (length + noisy * (2 if mage else 1))
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     layer = (parameters - config.vocab_size * width * (1 if config.tie_word_embeddings else 2)) / config.num_layers
@@ -205,11 +210,10 @@ def memory_lines(
     else:
         parts["all layers' activations"] = activations * (config.num_layers + 1)
     parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
-    parts["logits of a chunk"] = 3 * min(
-        512 << 20, batch * copies * config.diffusion.block_length * config.vocab_size * 4
-    )
+    parts["logits of a chunk"] = 3 * min(512 << 20, batch * noisy * config.vocab_size * 4)
     if mage:
-        parts["chosen entries"] = config.num_layers * batch * copies * config.num_kv_heads * length
+        kept = 1 if remat else config.num_layers
+        parts["chosen entries"] = kept * 2 * batch * copies * config.num_kv_heads * length
     lines = [f"{name:<42}{size / 2**30:8.2f} GiB" for name, size in parts.items()]
     return [*lines, f"{'together, about':<42}{sum(parts.values()) / 2**30:8.2f} GiB"]
 

@@ -21,7 +21,7 @@ from herald_jax.plans import Mage
 
 CLEAN_CHUNK = 1024
 NOISY_CHUNK = 512
-Mode = Literal["exact", "select", "sparse"]
+Mode = Literal["exact", "select", "sparse", "both"]
 
 
 def masked_attention(
@@ -79,7 +79,8 @@ class TrainAttend:
     Attributes:
       first, at, masked, every_block: as in `objective.TrainBatch`.
       mode: "exact"; "select" is exact too and returns each noisy block's most important prefix entries; "sparse" lets
-        noisy blocks see only entries chosen before.
+        noisy blocks see only entries chosen before; "both" is "select", without gradient, for the first half of the
+        noisy blocks, and "sparse" with what they chose for the second half, which are the same blocks once more.
       plan: what "select" chooses and which layers "sparse" leaves alone.
       one_document: a promise that `first` is all zeros, so that no mask depends on the row.
       implementation: of `masked_attention`.
@@ -95,41 +96,51 @@ class TrainAttend:
     implementation: str | None = None
 
     def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, chosen: Any) -> tuple[jax.Array, Any]:
-        """q `[B, N + S*M, K, G, D]`; k, v `[B, N + S*M, K, D]`; chosen bool`[B, S, K, N]` or None.
+        """q `[B, N + S*M, K, G, D]`; k, v `[B, N + S*M, K, D]`; chosen bool`[B, S, K, N]` in mode "sparse", else None.
 
         Returns the output and, in mode "select", what this layer's noisy blocks would choose (else None).
         """
         block = self.masked.shape[2]
         length = k.shape[1] - self.masked.shape[1] * block
-        clean_k, clean_v = k[:, :length], v[:, :length]
         out = []
         for start, stop in _chunks(0, length, max(block, CLEAN_CHUNK // block * block)):
             mask = self._clean_mask(start, stop, block)
             part = masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, self.implementation)
             out.append(part)
         choices = []
-        per_view = length if self.every_block else k.shape[1] - length
+        both, noisy = self.mode == "both", k.shape[1] - length
+        second = length + noisy // 2  # where in mode "both" the sparse blocks begin
+        per_view = length if self.every_block else noisy // (2 if both else 1)
         # Each chunk's own keys are extra columns for all of its queries: small beside short prefixes.
         grain = max(block, min(NOISY_CHUNK, max(128, length // 4)) // block * block)
         for view in range(length, k.shape[1], per_view):
+            mode, source = self.mode, (q, k, v)
+            if both:
+                mode = "select" if view < second else "sparse"
+                if mode == "select":
+                    source = jax.lax.stop_gradient(source)
+                elif chosen is None:
+                    chosen = jnp.concatenate(choices, axis=1)
+            offset = second if both and mode == "sparse" else length  # where the blocks begin that `chosen` is of
             for start, stop in _chunks(view, view + per_view, grain):
                 # Copies of all blocks, in order: a chunk of them needs no keys behind its own last block.
                 end = stop - view if self.every_block else length
                 blocks = slice((start - length) // block, (stop - length) // block)
-                keys = jnp.concatenate([clean_k[:, :end], k[:, start:stop]], axis=1)
-                values = jnp.concatenate([clean_v[:, :end], v[:, start:stop]], axis=1)
+                queries = source[0][:, start:stop]
+                keys, values = (jnp.concatenate([x[:, :end], x[:, start:stop]], axis=1) for x in source[1:])
                 seen = self._prefix_mask(blocks, end, block)[:, None]  # [B, 1, blocks, end]
-                if self.mode == "sparse":
+                if mode == "sparse":
                     assert chosen is not None
                     assert self.plan is not None
-                    allowed = jnp.swapaxes(chosen[:, blocks, :, :end], 1, 2)
+                    these = chosen[:, (start - offset) // block : (stop - offset) // block, :, :end]
+                    allowed = jnp.swapaxes(these, 1, 2)
                     seen = seen & (allowed | (layer < self.plan.dense_layers))
                 mask = self._with_own_block(seen, block)
-                queries = q[:, start:stop]
                 out.append(masked_attention(queries, keys, values, mask, self.implementation))
-                if self.mode == "select":
+                if mode == "select":
                     choices.append(self._choose(queries, keys, mask, blocks, length, end))
-        return jnp.concatenate(out, axis=1), jnp.concatenate(choices, axis=1) if choices else None
+        found = jnp.concatenate(choices, axis=1) if choices and not both else None
+        return jnp.concatenate(out, axis=1), found
 
     def _clean_mask(self, start: int, stop: int, block: int) -> jax.Array:
         """bool[B or 1, 1, stop - start, stop]: block-causal within the document."""
