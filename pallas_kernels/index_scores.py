@@ -91,8 +91,7 @@ def importance(
         raise ValueError(f"{len(codes)} layers' codes, {len(scales)} layers' scales and queries {list(q.shape)}")
     if not codes:
         return ()
-    # The kernel has not run on a card yet: by name only.
-    chosen = dispatch.select(implementation or "xla", lambda: dispatch.index_scores_missing(codes[0], scales[0], q))
+    chosen = dispatch.select(implementation, lambda: dispatch.index_scores_missing(codes[0], scales[0], q))
     return _run(tuple(codes), tuple(scales), q, lengths, reduce=reduce, page=page, chosen=chosen, config=config)
 
 
