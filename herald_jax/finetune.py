@@ -94,9 +94,9 @@ def block_loss(
     if isinstance(options.plan, Mage):
         # Both passes in one, beside one clean sequence. The exact half gets no gradient: nothing of the other half is
         # computed from it but which entries are chosen, and its predictions are held here.
-        per_block = {"at": batch.at, "masked": batch.masked, "weight": batch.weight}
-        twice = {name: jnp.concatenate([x, x], axis=1) for name, x in per_block.items()}
-        hidden = states(dataclasses.replace(batch, **twice), plan=options.plan, mode="both")
+        at, masked, weight = (jnp.concatenate([x, x], axis=1) for x in (batch.at, batch.masked, batch.weight))
+        twice = dataclasses.replace(batch, at=at, masked=masked, weight=weight)
+        hidden = states(twice, plan=options.plan, mode="both")
         exact, sparse = jnp.split(hidden, 2, axis=1)
         found = token_loss(config, head, sparse, batch, jax.lax.stop_gradient(exact))
     else:

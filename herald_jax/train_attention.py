@@ -107,7 +107,7 @@ class TrainAttend:
             mask = self._clean_mask(start, stop, block)
             part = masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, self.implementation)
             out.append(part)
-        choices = []
+        choices: list[jax.Array] = []
         both, noisy = self.mode == "both", k.shape[1] - length
         second = length + noisy // 2  # where in mode "both" the sparse blocks begin
         per_view = length if self.every_block else noisy // (2 if both else 1)
