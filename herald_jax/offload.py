@@ -212,7 +212,7 @@ def finish(
     """Fill `spare` for the next block and run this one on until all rows have committed, side by side on a GPU.
 
     Args:
-      importance: f32[B, K, N] of each pooled layer.
+      importance: f32[B, K, S] of each pooled layer, of `select.scored_page` entries each.
       prefix: i32[B], the entries it is about.
       held: what the current pool holds.
       host: read in place, not changed.
@@ -251,9 +251,11 @@ def _moves(
 
         wanted = select.budget_of(plan, prefix)
         capacity = held.indices.shape[-1]
-        indices = jnp.stack(
-            [select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation) for x in importance]
-        )
+        # By page all layers in one launch: by itself one has too few heads to fill the device. Entry by entry their
+        # scores are too large to be joined.
+        scores = [jnp.stack(importance)] if select.scored_page(plan) > 1 else [x[None] for x in importance]
+        chosen = [select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation) for x in scores]
+        indices = jnp.concatenate(chosen)
         there = held
         if count < every:
             there = Held(jax.lax.dynamic_slice_in_dim(held.indices, first, count), held.resident)
@@ -306,7 +308,7 @@ def fill(
 
     Args:
       pool: the current one, of i32[B] `counts` entries.
-      importance: f32[B, K, N] of the layers to fill, which follow each other.
+      importance: f32[B, K, S] of the layers to fill, which follow each other, of `select.scored_page` entries each.
       held: what `pool` holds; its indices of layers that have been filled may be the next pool's.
       first: i32 scalar, which pooled layer is their first.
 

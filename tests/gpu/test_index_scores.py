@@ -39,8 +39,11 @@ def case(name, bits):
     return codes, scales, keys, q, lengths
 
 
-@pytest.mark.parametrize("config", [None, IndexConfig(threads=128, unroll=4, chunks=3)])
-@pytest.mark.parametrize(("reduce", "page"), [("mean", 16), ("mean", 1), ("max", 24)])
+@pytest.mark.parametrize(
+    ("reduce", "page", "config"),
+    [("mean", 16, None), ("mean", 1, None), ("max", 24, IndexConfig(threads=128, unroll=4, chunks=3))],
+    ids=["pages", "entries", "max"],
+)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", SHAPES)
 def test_importance(name, bits, reduce, page, config):
