@@ -102,7 +102,6 @@ class _Plan:
 
     Attributes:
         grain: entries whose weights' sum is kept instead of the weights themselves; 1 for these.
-        pieces: blocks of the second kernel per layer, row and head.
     """
 
     layers: int
@@ -114,7 +113,6 @@ class _Plan:
     slots: int
     grain: int
     chunks: int
-    pieces: int
     reduce: str
     config: IndexConfig
 
@@ -137,13 +135,22 @@ class _Plan:
         return self.tiles * self.config.tile // self.grain
 
     @property
+    def together(self) -> int:
+        """Importances of a thread of the second kernel: up to 16 bytes of what is kept, and of one tile."""
+        return 8 if self.grain == 1 else min(4, self.config.tile // self.grain)
+
+    @property
+    def pieces(self) -> int:
+        """Blocks of the second kernel per layer, row and head."""
+        return -(-self.found // (_MERGE * self.together))
+
+    @property
     def found(self) -> int:
         """Importances per head."""
         return -(-self.slots // self.grain)
 
 
-# Threads of the second kernel, and weights per thread: 16 bytes.
-_MERGE, _TOGETHER = 256, 8
+_MERGE = 256  # threads of the second kernel
 
 
 def importance(
@@ -171,8 +178,7 @@ def importance(
     bits = 8 if codes[0].shape[3] == dim else 4
     steps = -(-slots // (config.tile * config.warps))
     chunks = config.chunks or _chunks(steps, layers * batch * heads)
-    pieces = -(-slots // (_MERGE * (_TOGETHER if grain == 1 else grain)))
-    p = _Plan(layers, batch, heads, asked, dim, bits, slots, grain, chunks, pieces, reduce, config)
+    p = _Plan(layers, batch, heads, asked, dim, bits, slots, grain, chunks, reduce, config)
     words, factors = query_words(q, bits)
     row = (layers, batch, heads, asked)
     parts = launch(
@@ -191,7 +197,7 @@ def importance(
     return launch(
         lambda lanes, *memories: _merge(lanes, p, *memories),
         name="index_importance",
-        blocks=p.problems * pieces,
+        blocks=p.problems * p.pieces,
         threads=_MERGE,
         inputs=[*parts, lengths],
         outputs=[out] * layers,
@@ -363,7 +369,7 @@ def _merge(lanes: Any, p: _Plan, kept: Any, tops: Any, sums: Any, lengths: Any, 
     (length,) = lanes.load(lengths, place // p.heads)
     length = lanes.minimum(length, lanes.constant(p.slots))
     out = lanes.choose(layer, outs)
-    count = _TOGETHER if p.grain == 1 else 1
+    count = p.together
     mine = (piece * lanes.threads + lanes.thread) * count  # the first of this thread's
     entry = mine * p.grain
     some = entry < length
@@ -375,7 +381,7 @@ def _merge(lanes: Any, p: _Plan, kept: Any, tops: Any, sums: Any, lengths: Any, 
             words = lanes.load(kept, row * (p.kept // 2) + lanes.wide(mine // 2), 4, where=some)
             weights = [x for word in words for x in lanes.unpack(word, jnp.bfloat16)]
         else:
-            weights = [lanes.real(lanes.load(kept, row * p.kept + lanes.wide(mine), where=some)[0])]
+            weights = [lanes.real(x) for x in lanes.load(kept, row * p.kept + lanes.wide(mine), count, where=some)]
         (top,) = lanes.load(tops, row * p.tiles + lanes.wide(entry // p.config.tile), where=some)
         held.append((weights, lanes.real(lanes.where(some, top, lanes.constant(_float_bits(_LOWEST))))))
     values: list[Any] = []
