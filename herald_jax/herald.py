@@ -38,7 +38,7 @@ from herald_jax.stats import OffloadStats
 
 _NEVER = 2**31 - 1
 _ALL = -1  # so many masks are left when all of a block's steps have been made, and its commit
-_LOOK = 1e-3  # seconds between two looks at what the device is doing, while the CPU scans
+_LOOK = 2e-3  # seconds between two looks at what the device is doing, while the CPU scans
 _MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
 _TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
 
@@ -196,26 +196,28 @@ class Pipeline:
         """
         assert isinstance(rows.cache, PooledKV)
         config, parts = self._options.config, self._parts(policy)
-        scans = [self._scanner.submit(queries[part], self._host.k[part], prefix) for part in parts]
+        layers = slice(parts[0].start, parts[-1].stop)
+        near = queries[layers] if self._indexed else queries
+        scan = self._scanner.submit(near, self._host.k[layers], prefix, parts=len(parts))
         scored = self._index_scores(queries, prefix)
         idle = _Idle()
         if len(parts) == 1:
             pool = rows.cache.pool.nbytes
-            moved = host_select.score_bytes(queries, self._host.k[parts[0]])
+            moved = host_select.score_bytes(queries, self._host.k[layers])
             fetch, scores = (
                 draft_moment.left_for_transfer(nbytes, policy, config, pool_bytes=pool) for nbytes in (pool, moved)
             )
             rows = self._denoise(rows, how, first=False, left=fetch + scores)
             # A transfer waits for the programs that were launched before it: most of the scores have been sent before
             # these steps are launched, and arrive beside them.
-            idle.wait(scans[0].nearly, rows.step)
+            idle.wait(scan.nearly, rows.step)
             rows = self._denoise(rows, how, first=False, left=fetch)
         else:
             rows = self._denoise(rows, how, first=False)
         held, seconds = self._held, 0.0
-        for part, scan in zip(parts, scans, strict=True):
-            idle.wait(scan.done, rows.step)
-            scanned = scan.done.result()
+        for part, future in zip(parts, scan.parts, strict=True):
+            idle.wait(future, rows.step)
+            scanned = future.result()
             seconds += scanned.seconds
             self.stats.scan_bytes += scanned.nbytes
             scored += host_select.weigh(

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,8 @@ from pallas_kernels.index_scores import softmax_over_prefix
 
 # Threads that call, and calls that each has under way: some compute while others' scores are put in place.
 _CALLERS, _AHEAD = 3, 2
+# Bytes of keys that a call scans at most, if a head has no more.
+_CALL = 1 << 40
 # So many tokens before a row needs the next program, that is compiled.
 _FORESIGHT = 512
 # Arrays over keys' memory that a scanner keeps: as many as there are layers, as long as the cache stays in its place.
@@ -56,10 +58,10 @@ def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str, pag
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """Scores `[B, K, R, N]` of each scanned layer, on their way to the device, and the bytes of K read for them.
+    """Scores `[B, K, R, N]` of each layer of a part, on their way to the device, and the bytes of K read for them.
 
-    `seconds` are from the queries' arrival until all scores are in host memory. They may be on the device much later: a
-    transfer waits for the programs that had been launched when it was asked for.
+    `seconds` are from the queries' arrival, or the part before, until all scores are in host memory. They may be on the
+    device much later: a transfer waits for the programs that had been launched when it was asked for.
     """
 
     scores: tuple[jax.Array, ...]
@@ -73,11 +75,11 @@ class Scan:
 
     Attributes:
       nearly: is over when most of the scores have been sent to the device, or the scan has ended, whatever its end.
-      done: what comes of it, or its error.
+      parts: what comes of each part of its layers, one after the other, or the error that ended the scan.
     """
 
     nearly: concurrent.futures.Future[None]
-    done: concurrent.futures.Future[Scanned]
+    parts: tuple[concurrent.futures.Future[Scanned], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,6 +128,38 @@ class _Run:
         self.end()
 
 
+class _Sent:
+    """The scores of one scan that are on their way to the device.
+
+    Attributes:
+      scores: those of each layer, None before they are.
+      nbytes: of K, for each layer.
+    """
+
+    def __init__(self, scan: Scan, stages: list[_Stage]) -> None:
+        self._scan, self._stages = scan, stages
+        self.scores: list[jax.Array | None] = [None] * len(stages)
+        self.nbytes = [0] * len(stages)
+        self._delivered = 0
+        self._since = time.perf_counter()
+
+    def send(self, layer: int) -> Iterator[tuple[list[_Stage], tuple[jax.Array, ...]]]:
+        """Send one layer's. Yields the stages and scores of each part that is handed out now."""
+        self.scores[layer] = self._stages[layer].send()
+        if sum(x is not None for x in self.scores) >= _NEARLY * len(self.scores) and not self._scan.nearly.done():
+            self._scan.nearly.set_result(None)
+        size = len(self._stages) // len(self._scan.parts)
+        while self._delivered < len(self._scan.parts):
+            part = slice(self._delivered * size, (self._delivered + 1) * size)
+            scores = tuple(x for x in self.scores[part] if x is not None)
+            if len(scores) < size:
+                return
+            now = time.perf_counter()
+            self._scan.parts[self._delivered].set_result(Scanned(scores, now - self._since, sum(self.nbytes[part])))
+            self._delivered, self._since = self._delivered + 1, now
+            yield self._stages[part], scores
+
+
 class Scanner:
     """Threads that have JAX's CPU backend scan and put the scores in place, and one that sends them to the device.
 
@@ -133,8 +167,8 @@ class Scanner:
     other. So a few threads call, each with the next call under way before it waits for the last. What they call takes
     arrays made beforehand, of keys and of numbers: made in the call, they would keep Python's lock for longer.
 
-    `submit` returns at once; an error in any of the threads comes out of `done`'s result. What is to be done with the
-    scores can be launched when that is there, behind whatever the device still does. The next scan begins at once.
+    `submit` returns at once; an error in any of the threads comes out of the parts' results. What is to be done with
+    scores can be launched when they are there, behind whatever the device still does. The next scan begins at once.
     """
 
     def __init__(self) -> None:
@@ -154,44 +188,34 @@ class Scanner:
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-compile")
         self._programs: dict[Any, concurrent.futures.Future[Any]] = {}
 
-    def submit(self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array) -> Scan:
-        """Scan `keys`, one `[1, B, K, N, D]` per layer, with `queries` `[L, B, K, R, D]`, up to i32[B] `lengths`."""
-        nearly: concurrent.futures.Future[None] = concurrent.futures.Future()
+    def submit(self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array, *, parts: int = 1) -> Scan:
+        """Scan `keys`, one `[1, B, K, N, D]` per layer, with `queries` `[L, B, K, R, D]`, up to i32[B] `lengths`.
 
-        def scan() -> Scanned:
-            try:
-                return self._scan(queries, tuple(keys), lengths, nearly)
-            finally:
-                _end(nearly)
-
-        return Scan(nearly, self._lead.submit(scan))
+        The layers come in so many equal `parts`.
+        """
+        scan = Scan(concurrent.futures.Future(), tuple(concurrent.futures.Future() for _ in range(parts)))
+        leading = self._lead.submit(self._scan, scan, queries, tuple(keys), lengths)
+        leading.add_done_callback(functools.partial(_end, scan))
+        return scan
 
     def close(self) -> None:
         """Wait for what is running, drop what is not, end the threads. Further calls do nothing."""
         for threads in (self._lead, self._callers, self._watch, self._compiler):
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _scan(
-        self,
-        queries: jax.Array,
-        keys: tuple[jax.Array, ...],
-        lengths: jax.Array,
-        nearly: concurrent.futures.Future[None],
-    ) -> Scanned:
+    def _scan(self, scan: Scan, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> None:
         stages = [self._staging(k, queries.shape[-2]) for k in keys]
         places = self._in_place(keys)
         asked, rows = _shards(queries), _shards(lengths)  # waits for the draft
-        began = time.perf_counter()
+        sent = _Sent(scan, stages)
         on_cpu = {x: jax.device_put(q.reshape(len(keys), -1, *q.shape[3:]), self._cpu) for x, q in asked.items()}
         run = _Run()
         callers = [self._callers.submit(self._call, run) for _ in range(_CALLERS)]
         left = [0] * len(keys)
-        sent: dict[int, jax.Array] = {}
-        nbytes = 0
         try:
             for layer, (stage, place) in enumerate(zip(stages, places, strict=True)):
                 for device, k in place.items():
-                    nbytes += int(rows[device].sum()) * k.nbytes // (len(rows[device]) * k.shape[1])
+                    sent.nbytes[layer] += int(rows[device].sum()) * k.nbytes // (len(rows[device]) * k.shape[1])
                     parts = _parts(layer, on_cpu[device], k, rows[device], stage.views[device])
                     left[layer] += len(parts)
                     for part in parts:
@@ -208,18 +232,20 @@ class Scanner:
                     continue
                 left[layer_done] -= 1
                 if not left[layer_done]:
-                    sent[layer_done] = stages[layer_done].send()
-                    if len(sent) >= _NEARLY * len(keys):
-                        _end(nearly)
+                    self._deliver(sent, layer_done)
         finally:
             run.drop()
             concurrent.futures.wait(callers)
         for caller in callers:
             caller.result()
-        seconds = time.perf_counter() - began
-        scores = tuple(sent[layer] if layer in sent else stage.send() for layer, stage in enumerate(stages))
-        self._watch.submit(_free, stages, scores)
-        return Scanned(scores, seconds, nbytes)
+        for layer, scores in enumerate(sent.scores):
+            if scores is None:  # of rows without any entry
+                self._deliver(sent, layer)
+
+    def _deliver(self, sent: _Sent, layer: int) -> None:
+        """Send a layer's scores, and hand out what has been sent if a part is complete."""
+        for stages, scores in sent.send(layer):
+            self._watch.submit(_free, stages, scores)
 
     def _call(self, run: _Run) -> None:
         """Scan one part after the other until there is none, with so many under way at once."""
@@ -297,12 +323,15 @@ class Scanner:
 def _parts(layer: int, q: jax.Array, k: jax.Array, rows: np.ndarray, out: np.ndarray) -> list[_Part]:
     """A layer's scan in parts: keys `[B * K, N, ..]` of rows of i32[B] lengths, scores to `out` `[B, K, R, N]`."""
     heads, slots = out.shape[1], out.shape[3]
+    key = k.shape[-1] * k.dtype.itemsize
     parts = []
     for row, length in enumerate(rows.tolist()):
-        reach, later = _reach(length, slots), _reach(length + _FORESIGHT, slots)
-        if reach:
-            soon = later if later > reach else 0
-            parts.append(_Part(layer, q, k, row * heads, heads, reach, out[row, :, :, :reach], soon))
+        reach = _reach(length, slots)
+        later = _reach(reach + 1, slots) if length + _FORESIGHT > reach else reach
+        some = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * reach * key <= _CALL))
+        for head in range(0, heads if reach else 0, some):
+            where = out[row, head : head + some, :, :reach]
+            parts.append(_Part(layer, q, k, row * heads + head, some, reach, where, later if later > reach else 0))
     return parts
 
 
@@ -312,9 +341,14 @@ def _reach(length: int, slots: int) -> int:
     return min(-(-length // grain) * grain, slots)
 
 
-def _end(event: concurrent.futures.Future[None]) -> None:
-    if not event.done():
-        event.set_result(None)
+def _end(scan: Scan, leading: concurrent.futures.Future[None]) -> None:
+    """Nobody is to wait for what a scan that has ended did not come to."""
+    error = concurrent.futures.CancelledError() if leading.cancelled() else leading.exception()
+    for part in scan.parts:
+        if not part.done():
+            part.set_exception(error)
+    if not scan.nearly.done():
+        scan.nearly.set_result(None)
 
 
 def _shards(x: jax.Array) -> dict[Any, np.ndarray]:

@@ -210,7 +210,7 @@ def test_the_scan_scores_every_key_of_rows_of_any_length(dtype, tolerance):
     lengths = jnp.array([1024, 130, 0], jnp.int32)
     scanner = host_select.Scanner()
     try:
-        scanned = scanner.submit(q, [k], lengths).done.result()
+        scanned = scanner.submit(q, [k], lengths).parts[0].result()
     finally:
         scanner.close()
     assert scanned.nbytes == (1024 + 130) * 2 * 16 * k.dtype.itemsize

@@ -82,3 +82,54 @@ def test_keys_in_the_same_place_are_the_same_arrays_again():
     assert first.dtype == np.uint32
     assert first.shape == (4, 64, 8)
     assert first.unsafe_buffer_pointer() == k[0].unsafe_buffer_pointer()
+
+
+@pytest.fixture
+def scanner():
+    scanner = host_select.Scanner()
+    yield scanner
+    scanner.close()
+
+
+def test_parts_are_handed_out_one_after_the_other(scanner):
+    k = [jax.random.normal(jax.random.key(i), (1, 2, 2, 64, 16), jnp.bfloat16) for i in range(4)]
+    q, lengths = jax.random.normal(jax.random.key(9), (4, 2, 2, 3, 16), jnp.bfloat16), jnp.array([64, 20], jnp.int32)
+    [whole] = scanner.submit(q, k, lengths).parts
+    scan = scanner.submit(q, k, lengths, parts=2)
+    parts = [part.result(timeout=60) for part in scan.parts]
+    assert scan.nearly.done()
+    assert whole.result().nbytes == sum(part.nbytes for part in parts) == 4 * 84 * 2 * 16 * 2
+    scores = [x for part in parts for x in part.scores]
+    for layer, (alone, one) in enumerate(zip(scores, whole.result().scores, strict=True)):
+        np.testing.assert_array_equal(alone, one)
+        wanted = np.einsum("brd,bnd->brn", *(np.asarray(x[:, 1], np.float32) for x in (q[layer], k[layer][0]))) / 4
+        np.testing.assert_allclose(np.asarray(alone)[:, 1], wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_an_error_ends_every_part(scanner, monkeypatch):
+    def broken(*args):
+        raise FloatingPointError("the scan broke")
+
+    monkeypatch.setattr(host_select, "_parts", broken)
+    k = [jnp.zeros((1, 1, 1, 64, 16), jnp.bfloat16)] * 2
+    scan = scanner.submit(jnp.zeros((2, 1, 1, 1, 16), jnp.bfloat16), k, jnp.array([64], jnp.int32), parts=2)
+    scan.nearly.result(timeout=60)
+    for part in scan.parts:
+        with pytest.raises(FloatingPointError, match="the scan broke"):
+            part.result(timeout=60)
+
+
+def test_the_next_program_is_there_before_a_row_needs_it(scanner):
+    k = [jax.random.normal(jax.random.key(1), (1, 1, 1, 2048, 16), jnp.bfloat16)]
+    q = jax.random.normal(jax.random.key(9), (1, 1, 1, 1, 16), jnp.bfloat16)
+
+    def programs(length):
+        scanner.submit(q, k, jnp.array([length], jnp.int32)).parts[0].result(timeout=60)
+        return sorted(key[-1] for key in scanner._programs)
+
+    assert programs(10) == [256, 512]
+    [program.result(timeout=60) for program in scanner._programs.values()]
+    called = host_scan.scan._cache_size()
+    assert programs(2048) == [256, 512, 2048]
+    assert programs(300) == [256, 512, 768, 2048]
+    assert host_scan.scan._cache_size() == called + 2
