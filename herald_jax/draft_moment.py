@@ -84,13 +84,16 @@ def _weight_bytes(config: ModelConfig) -> float:
     return float(sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values()))
 
 
-def left_for_transfer(nbytes: int, policy: Policy, config: ModelConfig, *, pool_bytes: int) -> int:
-    """How many masks fewer the row that is furthest behind is to have by the time that `nbytes` are on the device.
+def left_for_transfers(pool_bytes: int, score_bytes: int, policy: Policy, config: ModelConfig) -> tuple[int, int]:
+    """How many of its block's masks the row that is furthest behind is to have left when two transfers begin.
 
-    So many as take the steps, over a pool of `pool_bytes`, beside which all of them are moved there, by the rates
-    above. A policy whose steps nobody knows beforehand is taken to reveal one position in each.
+    First that of the CPU's scores to the device, then the fetch of a pool: as many as take the steps, over such a pool,
+    beside which both, or all of the pool, could be moved by the rates above. The block's commit is such a step, too. A
+    policy whose steps nobody knows beforehand is taken to reveal one position in each.
     """
     block = config.diffusion.block_length
     step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
     each = math.ceil(block / _steps(policy, config))
-    return min(each * math.ceil(nbytes / _FETCH_RATE / step), block)
+    fetch, scores = (math.ceil(nbytes / _FETCH_RATE / step) for nbytes in (pool_bytes, score_bytes))
+    left = each * max(fetch - 1, 0)
+    return min(left + each * scores, block), min(left, block)

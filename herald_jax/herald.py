@@ -195,23 +195,21 @@ class Pipeline:
         scan is, and each part is fetched while the next one is scanned.
         """
         assert isinstance(rows.cache, PooledKV)
-        config, parts = self._options.config, self._parts(policy)
+        parts = self._parts(policy)
         layers = slice(parts[0].start, parts[-1].stop)
         near = queries[layers] if self._indexed else queries
         scan = self._scanner.submit(near, self._host.k[layers], prefix, parts=len(parts))
         scored = self._index_scores(queries, prefix)
         idle = _Idle()
         if len(parts) == 1:
-            pool = rows.cache.pool.nbytes
             moved = host_select.score_bytes(queries, self._host.k[layers])
-            fetch, scores = (
-                draft_moment.left_for_transfer(nbytes, policy, config, pool_bytes=pool) for nbytes in (pool, moved)
-            )
-            rows = self._denoise(rows, how, first=False, left=fetch + scores)
+            pool = rows.cache.pool.nbytes
+            early, left = draft_moment.left_for_transfers(pool, moved, policy, self._options.config)
+            rows = self._denoise(rows, how, first=False, left=early)
             # A transfer waits for the programs that were launched before it: most of the scores have been sent before
             # these steps are launched, and arrive beside them.
             idle.wait(scan.nearly, rows.step)
-            rows = self._denoise(rows, how, first=False, left=fetch)
+            rows = self._denoise(rows, how, first=False, left=left)
         else:
             rows = self._denoise(rows, how, first=False)
         held, seconds = self._held, 0.0

@@ -34,7 +34,7 @@ from pallas_kernels import page_sums
 from pallas_kernels.index_scores import softmax_over_prefix
 
 # Threads that call, and calls that each has under way: some compute while others' scores are put in place.
-_CALLERS, _AHEAD = 3, 2
+_CALLERS, _AHEAD = 4, 2
 # Bytes of keys that a call scans at most, if a head has no more.
 _CALL = 1 << 40
 # So many tokens before a row needs the next program, that is compiled.

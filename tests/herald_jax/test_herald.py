@@ -121,6 +121,18 @@ def test_the_draft_is_made_as_late_as_what_follows_can_be_hidden():
     assert moment(64, selector="split", split=0.5)[0] > moment(64)[0]
 
 
+def test_the_last_steps_are_as_many_as_hide_the_transfers():
+    def left(pool, scores, **policy):
+        policy = StaticLowConfidence(policy.get("steps", 32))
+        return draft_moment.left_for_transfers(int(pool * 1e9), int(scores * 1e9), policy, SHAPES["sdar8b"])
+
+    # 22 ms and 7, beside steps of 5.8: 4, of which the last commits, and 2 before them.
+    assert left(1.0, 0.3) == (5, 3)
+    assert left(0.1, 0.03) == (1, 0)
+    assert left(1.0, 0.3, steps=8) == (20, 12)  # four masks a step
+    assert left(20, 20) == (32, 32)
+
+
 def test_a_scan_that_takes_longer_than_the_steps_is_fetched_in_parts(monkeypatch):
     def parts(thousands, rows, steps=32, name="sdar8b"):
         config, prefix = SHAPES[name], np.full((rows,), 1024 * thousands)
