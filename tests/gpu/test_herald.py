@@ -138,8 +138,14 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
         assert len(where["call-start"]) == len(where["call-done"]) == 2
         [steps] = where["while"]
         assert max(where["call-start"]) < steps < min(where["call-done"])
+        assert isinstance(rows.cache, PooledKV)
+        part = offload.fill.lower(
+            rows.cache.pool, rows.cache.counts, pipeline._spare, scores[:1], rows.length, pipeline._held, pipeline._host,
+            jnp.int32(0), options=run._options,
+        )  # fmt: skip
         pool = ",".join(map(str, pipeline._spare.k.shape))
-        assert not re.search(rf"bf16\[{pool}\]\S* copy\(", text)
+        for program in (text, part.compile().as_text()):
+            assert not re.search(rf"bf16\[{pool}\]\S* copy\(", program)
 
 
 def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
