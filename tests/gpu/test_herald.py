@@ -140,8 +140,8 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
         assert max(where["call-start"]) < steps < min(where["call-done"])
         assert isinstance(rows.cache, PooledKV)
         part = offload.fill.lower(
-            rows.cache.pool, rows.cache.counts, pipeline._spare, scores[:1], rows.length, pipeline._held, pipeline._host,
-            jnp.int32(0), options=run._options,
+            rows.cache.pool, rows.cache.counts, pipeline._spare, scores[:1], rows.length, pipeline._held,
+            pipeline._host, jnp.int32(0), options=run._options,
         )  # fmt: skip
         pool = ",".join(map(str, pipeline._spare.k.shape))
         for program in (text, part.compile().as_text()):
