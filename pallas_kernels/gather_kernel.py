@@ -3,7 +3,7 @@
 A row is a few 16-byte chunks, one per thread, so that a warp's loads are runs of whole rows. The thread blocks walk
 over tiles of rows; a thread first fetches all its row numbers, then has all its chunks of K and of V in flight
 together, then stores them. That is all there is to it on the device. From host memory the same loads cross PCIe in
-requests of up to 128 bytes, and what counts is how many are outstanding, not how many blocks ask: eight blocks saturate
+requests of up to 128 bytes, and what counts is how many are outstanding, not how many blocks ask: four blocks saturate
 the link and leave the other multiprocessors to the denoising step that runs meanwhile.
 """
 
@@ -53,9 +53,10 @@ class GatherConfig:
     hint: str = ".nc.L1::no_allocate"
 
 
-# Measured on an H200: every cut from 4 blocks of 1024 threads to 128 of 128 reads host memory at the same 51 GB/s, so
-# the one that occupies fewest multiprocessors; on the device everything from one to eight blocks each is within 5 %.
-HOST = GatherConfig(blocks=8, unroll=8, hint="")
+# Measured on an H200 (docs/kernels-gather.md): every cut with 256 KiB in flight reads host memory equally fast, so one
+# that occupies few multiprocessors. Four, because the matmuls of a denoising step are 128 programs: beside eight blocks
+# some of them would have to wait for others to end. On the device all from one to eight blocks each are within 5 %.
+HOST = GatherConfig(blocks=4, threads=512, unroll=8, hint="")
 DEVICE = GatherConfig(blocks=2 * 132)
 
 
