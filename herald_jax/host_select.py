@@ -34,9 +34,9 @@ from pallas_kernels import page_sums
 from pallas_kernels.index_scores import softmax_over_prefix
 
 # Threads that call, and calls that each has under way: some compute while others' scores are put in place.
-_CALLERS, _AHEAD = 4, 2
+_CALLERS, _AHEAD = 6, 2
 # Bytes of keys that a call scans at most, if a head has no more.
-_CALL = 1 << 40
+_CALL = 160 << 20
 # So many tokens before a row needs the next program, that is compiled.
 _FORESIGHT = 512
 # Arrays over keys' memory that a scanner keeps: as many as there are layers, as long as the cache stays in its place.
