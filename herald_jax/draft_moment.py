@@ -22,12 +22,12 @@ from herald_jax.plans import Herald
 
 # Share of the block that is revealed at the latest draft that "auto" makes, and always if nothing is known.
 _LATEST = 0.5
-_SCAN_RATE = 65e9  # bytes of keys a second, 16 cores of the host
+_SCAN_RATE = 60e9  # bytes of keys a second, 16 cores of the host
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
-_LATENCY = 5e-3  # seconds until the CPU has the queries, and the device the scores
+_LATENCY = 12e-3  # seconds until the CPU has the queries, the device the scores, and the next program is launched
 _SCAN_BOUND = 1.1  # how many times as long as a block's steps and the fetch a scan takes at least that is made in parts
-_PARTS = 9  # at most; the last one's fetch is what follows the scan, and each takes a program's start
+_PARTS = 12  # at most; the last one's fetch is what follows the scan, and each takes a program's start
 _STEPS_BESIDE = 3  # the block's commit is one more than its steps; the others to spare
 
 
