@@ -15,7 +15,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from herald_jax.model import Params, flatten, param_specs, unflatten
 from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.text import load_tokenizer
-from herald_jax.train_attention import CLEAN_CHUNK, TrainAttend
-from herald_jax.train_data import Source, TaskRows, TextRows
+from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
+from herald_jax.train_data import Source, TaskRows, TextRows, Turns
 
 # Above this the copy that scanning over layers makes is not affordable.
 _SCAN_PARAMETERS = 1_000_000_000
@@ -44,6 +44,9 @@ class LossOptions:
     Attributes:
       plan: `Dense()` for the plain objective, `Mage(...)` for MAGE's.
       kl: lambda, the weight of KL(sparse || exact); MAGE only.
+      exact: the weight of the exact pass's own cross-entropy (ours; the paper has none); MAGE only.
+      canvas: which state of a block chooses what it may see: "noisy", the one that is learned from, as in the paper, or
+        "first", wholly masked as when generation begins it (ours); MAGE only.
       lora_alpha: scale of the adapters, when adapters are what is trained.
       remat: recompute layers in the backward pass.
       implementation: of attention, None or "cudnn" (`train_attention.masked_attention`).
@@ -51,6 +54,8 @@ class LossOptions:
 
     plan: Plan = dataclasses.field(default_factory=Dense)
     kl: float = 1.0
+    exact: float = 0.0
+    canvas: Literal["noisy", "first"] = "noisy"
     lora_alpha: float = 32.0
     remat: bool = True
     implementation: str | None = None
@@ -58,6 +63,8 @@ class LossOptions:
     def __post_init__(self) -> None:
         if not self.kl >= 0:
             raise ConfigError(f"the weight of KL is {self.kl!r}, but must be 0 or positive")
+        if not self.exact >= 0:
+            raise ConfigError(f"the weight of the exact pass is {self.exact!r}, but must be 0 or positive")
         if not isinstance(self.plan, (Dense, Mage)):
             raise ConfigError(f"there is no training objective for plan {self.plan!r}; use Dense() or Mage(...)")
         if isinstance(self.plan, Mage):
@@ -77,7 +84,7 @@ def block_loss(
     adapters: lora.Adapters | None = None,
     one_document: bool = True,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of one batch, and its parts: "ce", "kl", "accuracy" (of the holes)."""
+    """The loss of one batch, and its parts: "ce", "kl", "accuracy" (of the holes); with `options.exact`, "exact_ce"."""
     dtype = jnp.dtype(config.dtype)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     head = params["embed"]["embedding"] if config.tie_word_embeddings else params["head"]["kernel"]
@@ -91,20 +98,33 @@ def block_loss(
         )  # fmt: skip
         return noisy_hidden(config, params, batch, attend, **more)[0]
 
-    if isinstance(options.plan, Mage):
-        # Both passes in one, beside one clean sequence. The exact half gets no gradient: nothing of the other half is
-        # computed from it but which entries are chosen, and its predictions are held here.
-        at, masked, weight = (jnp.concatenate([x, x], axis=1) for x in (batch.at, batch.masked, batch.weight))
-        twice = dataclasses.replace(batch, at=at, masked=masked, weight=weight)
-        hidden = states(twice, plan=options.plan, mode="both")
-        exact, sparse = jnp.split(hidden, 2, axis=1)
-        found = token_loss(config, head, sparse, batch, jax.lax.stop_gradient(exact))
-    else:
+    teacher = None
+    if not isinstance(options.plan, Mage):
         found = token_loss(config, head, states(batch), batch)
+    else:
+        # All passes in one, beside one clean sequence. What is held takes no gradient: nothing of the sparse part is
+        # computed from the others but which entries are chosen, and the teacher's predictions are held below.
+        modes: tuple[Mode, ...] = ("select", "sparse")
+        canvases = [batch.masked, batch.masked]
+        if options.canvas == "first":
+            assert batch.maskable is not None  # `corrupt` says it
+            modes, canvases = ("select", "exact", "sparse"), [batch.maskable, *canvases]
+        held = tuple(range(len(modes) - 1))
+        several = dataclasses.replace(
+            batch, masked=jnp.concatenate(canvases, axis=1), at=jnp.tile(batch.at, (1, len(modes))), maskable=None
+        )
+        hidden = states(several, plan=options.plan, mode=modes, held=held[:-1] if options.exact else held)
+        *_, exact, sparse = jnp.split(hidden, len(modes), axis=1)
+        found = token_loss(config, head, sparse, batch, jax.lax.stop_gradient(exact))
+        teacher = token_loss(config, head, exact, batch) if options.exact else None
     ce, kl = found.mean(), found.mean_divergence()
     total = jnp.maximum(jnp.sum(found.weight), 1e-6)
     accuracy = jnp.sum(found.hit * found.weight) / total
-    return ce + options.kl * kl, {"ce": ce, "kl": kl, "accuracy": accuracy}
+    loss, parts = ce + options.kl * kl, {"ce": ce, "kl": kl, "accuracy": accuracy}
+    if teacher is not None:
+        parts["exact_ce"] = teacher.mean()
+        loss += options.exact * parts["exact_ce"]
+    return loss, parts
 
 
 def make_finetune_step(
@@ -227,8 +247,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="F", help='text, or a .jsonl of objects with "text" or "prompt" and "answer"')
     parser.add_argument("--tasks", metavar="T,T", help=f"or synthetic tasks: all, or some of {', '.join(tasks.TASKS)}")
     parser.add_argument("--haystack", metavar="F", help="text to hide the tasks in (default: the package's own)")
-    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a row (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows of a step (default %(default)s)")
+    parser.add_argument(
+        "--length", default="2048", metavar="N[,N]", help="tokens of a row, or several, in turn (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N",
+        help="rows of a step (default %(default)s); of another than the first length, as many as have as many tokens",
+    )  # fmt: skip
     parser.add_argument(
         "--copies", type=int, metavar="S", help="noisy blocks of a row (default: a quarter of its blocks)"
     )
@@ -248,6 +273,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kl", type=float, default=1.0, metavar="L", help="mage: weight of KL(sparse || exact) (default 1)"
     )
+    parser.add_argument(
+        "--exact",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="mage: weight of the exact pass's cross-entropy (default 0)",
+    )
+    parser.add_argument(
+        "--canvas", choices=["noisy", "first"], default="noisy",
+        help="mage: which state of a block chooses its entries, the noisy one or the first (default: noisy)",
+    )  # fmt: skip
     parser.add_argument(
         "--full", type=float, default=0.25, metavar="P", help="share of wholly masked blocks (default 0.25)"
     )
@@ -277,14 +313,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if (args.data is None) == (args.tasks is None):
         raise GenerationError("give either --data or --tasks, so that there is something to train on")
-    for name in ("length", "batch_size", "steps", "devices", "save_every"):
+    for name in ("batch_size", "steps", "devices", "save_every"):
         if getattr(args, name) < 1:
             raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
     if not 0 <= args.final_rate <= 1:
         raise GenerationError(f"--final-rate is {args.final_rate}, but must be a share of the rate, from 0 to 1")
     options = LossOptions(
-        cli_arguments.build_plan(args), args.kl, lora_alpha=float(2 * (args.lora or 1)), remat=not args.no_remat,
-        implementation=args.attention,
+        cli_arguments.build_plan(args), args.kl, args.exact, args.canvas, lora_alpha=float(2 * (args.lora or 1)),
+        remat=not args.no_remat, implementation=args.attention,
     )  # fmt: skip
     check_destination(Path(args.output), force=args.force)
     mesh = sharding.normalise_mesh(sharding.make_mesh(data=args.devices)) if args.devices > 1 else None
@@ -294,17 +330,17 @@ def _run(args: argparse.Namespace) -> None:
     block = config.diffusion.block_length
     if found.tokenizer_dir is None:
         raise GenerationError(f"{args.checkpoint} carries no tokenizer, which the training text needs")
-    if args.length % block or args.length > config.max_position_embeddings:
-        raise GenerationError(
-            f"--length is {args.length}, but must be a multiple of the block length {block} and at most the model's "
-            f"context of {config.max_position_embeddings}"
-        )
-    copies = args.copies or max(1, args.length // block // 4)
-    source = _source(args, config, load_tokenizer(found.tokenizer_dir), copies)
+    lengths = _lengths(args.length, block, config.max_position_embeddings)
+    # As many tokens in every step, in rows that split over the devices.
+    batches = [max(1, args.batch_size * lengths[0] // n // args.devices) * args.devices for n in lengths]
+    batches[0] = args.batch_size
+    source = _source(args, config, load_tokenizer(found.tokenizer_dir), lengths, batches)
     print("memory of a step, by formula:", file=sys.stderr)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
     for line in memory_lines(
-        config, batch=-(-args.batch_size // args.devices), length=args.length, copies=copies, rank=args.lora,
-        mage=isinstance(options.plan, Mage), remat=options.remat,
+        config, batch=-(-batches[longest] // args.devices), length=lengths[longest],
+        copies=_copies(args, lengths[longest], block), rank=args.lora, mage=isinstance(options.plan, Mage),
+        remat=options.remat,
     ):  # fmt: skip
         print(f"  {line}", file=sys.stderr)
 
@@ -345,28 +381,54 @@ def _run(args: argparse.Namespace) -> None:
         training.plot_curve(curve, args.curve)
 
 
-def _source(args: argparse.Namespace, config: ModelConfig, tokenizer: Any, copies: int) -> Source:
+def _lengths(given: str, block: int, most: int) -> list[int]:
+    """Of `--length`. Raises GenerationError for what is no number or no length of whole blocks within the context."""
+    found = []
+    for part in given.split(","):
+        length = int(part) if part.strip().isdecimal() else 0
+        if length < 1 or length % block or length > most:
+            raise GenerationError(
+                f"--length is {given}, but must be a multiple of the block length {block} and at most the model's "
+                f"context of {most}, or several such with commas between"
+            )
+        found.append(length)
+    return found
+
+
+def _copies(args: argparse.Namespace, length: int, block: int) -> int:
+    return args.copies or max(1, length // block // 4)
+
+
+def _source(
+    args: argparse.Namespace, config: ModelConfig, tokenizer: Any, lengths: Sequence[int], batches: Sequence[int]
+) -> Source:
     contract = config.diffusion
     end = contract.stop_token_ids[0] if contract.stop_token_ids else contract.pad_token_id
     if end is None:
         raise GenerationError("the model has neither a stop token nor a padding token to end its answers with")
 
+    @functools.lru_cache(1 << 17 if args.data is None else 0)  # the haystack's sentences come again and again
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    if args.data is not None:
-        return TextRows(
-            args.data, length=args.length, batch=args.batch_size, copies=copies, encode=encode,
-            block=contract.block_length, end=end, seed=args.seed,
-        )  # fmt: skip
-    names = list(tasks.TASKS) if args.tasks == "all" else args.tasks.split(",")
     haystack = None
     if args.haystack is not None:
         haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8"))
-    return TaskRows(  # the haystack's sentences come again and again
-        names, length=args.length, batch=args.batch_size, copies=copies, encode=functools.lru_cache(1 << 17)(encode),
-        block=contract.block_length, end=end, seed=args.seed, haystack=haystack,
-    )  # fmt: skip
+
+    def of(length: int, batch: int) -> Source:
+        copies, block = _copies(args, length, contract.block_length), contract.block_length
+        if args.data is not None:
+            return TextRows(
+                args.data, length=length, batch=batch, copies=copies, encode=encode, block=block, end=end,
+                seed=args.seed,
+            )  # fmt: skip
+        names = list(tasks.TASKS) if args.tasks == "all" else args.tasks.split(",")
+        return TaskRows(
+            names, length=length, batch=batch, copies=copies, encode=encode, block=block, end=end, seed=args.seed,
+            haystack=haystack,
+        )  # fmt: skip
+
+    return Turns([of(*each) for each in zip(lengths, batches, strict=True)])
 
 
 if __name__ == "__main__":

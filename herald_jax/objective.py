@@ -33,7 +33,7 @@ _ONE_HOT_VOCAB = 16384
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "positions", "first", "at", "masked", "weight"],
+    data_fields=["tokens", "positions", "first", "at", "masked", "weight", "maskable"],
     meta_fields=["every_block"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class TrainBatch:
       masked: bool[B, S, M], which of its tokens are holes.
       weight: f32[B, S, M], of each token's loss; only holes count.
       every_block: whether `at` is all blocks in order, once per view (a static promise that halves the attention).
+      maskable: bool[B, S, M], which of its tokens are holes when the block is begun; None if that is not known.
     """
 
     tokens: jax.Array
@@ -57,6 +58,7 @@ class TrainBatch:
     masked: jax.Array
     weight: jax.Array
     every_block: bool = False
+    maskable: jax.Array | None = None
 
     @property
     def block_length(self) -> int:
@@ -115,13 +117,13 @@ def corrupt(
     masked = drawn & allowed
     if complementary:
         masked = jnp.concatenate([masked, ~drawn & allowed], axis=1)
-        at = jnp.concatenate([at, at], axis=1)
+        at, allowed = (jnp.concatenate([x, x], axis=1) for x in (at, allowed))
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     if first is None:
         first = jnp.zeros((batch, blocks), jnp.int32)
     weight = jnp.ones(masked.shape, jnp.float32)
-    return TrainBatch(tokens, positions, first, at.astype(jnp.int32), masked, weight, every_block=every)
+    return TrainBatch(tokens, positions, first, at.astype(jnp.int32), masked, weight, every, allowed)
 
 
 @jax.custom_vjp

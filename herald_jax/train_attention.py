@@ -21,7 +21,7 @@ from herald_jax.plans import Mage
 
 CLEAN_CHUNK = 1024
 NOISY_CHUNK = 512
-Mode = Literal["exact", "select", "sparse", "both"]
+Mode = Literal["exact", "select", "sparse"]
 
 
 def masked_attention(
@@ -70,7 +70,7 @@ def _scores_and_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["first", "at", "masked"],
-    meta_fields=["every_block", "mode", "plan", "one_document", "implementation"],
+    meta_fields=["every_block", "mode", "plan", "held", "one_document", "implementation"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainAttend:
@@ -79,9 +79,10 @@ class TrainAttend:
     Attributes:
       first, at, masked, every_block: as in `objective.TrainBatch`.
       mode: "exact"; "select" is exact too and returns each noisy block's most important prefix entries; "sparse" lets
-        noisy blocks see only entries chosen before; "both" is "select", without gradient, for the first half of the
-        noisy blocks, and "sparse" with what they chose for the second half, which are the same blocks once more.
+        noisy blocks see only entries chosen before. Several modes: the noisy blocks are as many parts of one size, of
+        the same blocks, and the "sparse" part sees what the "select" part before it has chosen.
       plan: what "select" chooses and which layers "sparse" leaves alone.
+      held: the parts, of several, whose attention takes no gradient.
       one_document: a promise that `first` is all zeros, so that no mask depends on the row.
       implementation: of `masked_attention`.
     """
@@ -90,13 +91,15 @@ class TrainAttend:
     at: jax.Array
     masked: jax.Array
     every_block: bool = False
-    mode: Mode = "exact"
+    mode: Mode | tuple[Mode, ...] = "exact"
     plan: Mage | None = None
+    held: tuple[int, ...] = ()
     one_document: bool = False
     implementation: str | None = None
 
     def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, chosen: Any) -> tuple[jax.Array, Any]:
-        """q `[B, N + S*M, K, G, D]`; k, v `[B, N + S*M, K, D]`; chosen bool`[B, S, K, N]` in mode "sparse", else None.
+        """q `[B, N + S*M, K, G, D]`; k, v `[B, N + S*M, K, D]`; chosen bool`[B, S, K, N]` in mode "sparse"
+        alone, else None.
 
         Returns the output and, in mode "select", what this layer's noisy blocks would choose (else None).
         """
@@ -105,23 +108,20 @@ class TrainAttend:
         out = []
         for start, stop in _chunks(0, length, max(block, CLEAN_CHUNK // block * block)):
             mask = self._clean_mask(start, stop, block)
-            part = masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, self.implementation)
-            out.append(part)
+            out.append(masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, self.implementation))
         choices: list[jax.Array] = []
-        both, noisy = self.mode == "both", k.shape[1] - length
-        second = length + noisy // 2  # where in mode "both" the sparse blocks begin
-        per_view = length if self.every_block else noisy // (2 if both else 1)
+        modes = self.mode if isinstance(self.mode, tuple) else (self.mode,)
+        size = (k.shape[1] - length) // len(modes)
+        per_view = length if self.every_block else size
         # Each chunk's own keys are extra columns for all of its queries: small beside short prefixes.
         grain = max(block, min(NOISY_CHUNK, max(128, length // 4)) // block * block)
         for view in range(length, k.shape[1], per_view):
-            mode, source = self.mode, (q, k, v)
-            if both:
-                mode = "select" if view < second else "sparse"
-                if mode == "select":
-                    source = jax.lax.stop_gradient(source)
-                elif chosen is None:
-                    chosen = jnp.concatenate(choices, axis=1)
-            offset = second if both and mode == "sparse" else length  # where the blocks begin that `chosen` is of
+            part, source = (view - length) // size, (q, k, v)
+            mode, offset = modes[part], length + part * size
+            if part in self.held:
+                source = jax.lax.stop_gradient(source)
+            if mode == "sparse" and chosen is None:
+                chosen = jnp.concatenate(choices, axis=1)
             for start, stop in _chunks(view, view + per_view, grain):
                 # Copies of all blocks, in order: a chunk of them needs no keys behind its own last block.
                 end = stop - view if self.every_block else length
@@ -130,7 +130,6 @@ class TrainAttend:
                 keys, values = (jnp.concatenate([x[:, :end], x[:, start:stop]], axis=1) for x in source[1:])
                 seen = self._prefix_mask(blocks, end, block)[:, None]  # [B, 1, blocks, end]
                 if mode == "sparse":
-                    assert chosen is not None
                     assert self.plan is not None
                     these = chosen[:, (start - offset) // block : (stop - offset) // block, :, :end]
                     allowed = jnp.swapaxes(these, 1, 2)
@@ -139,7 +138,7 @@ class TrainAttend:
                 out.append(masked_attention(queries, keys, values, mask, self.implementation))
                 if mode == "select":
                     choices.append(self._choose(queries, keys, mask, blocks, length, end))
-        found = jnp.concatenate(choices, axis=1) if choices and not both else None
+        found = jnp.concatenate(choices, axis=1) if self.mode == "select" else None
         return jnp.concatenate(out, axis=1), found
 
     def _clean_mask(self, start: int, stop: int, block: int) -> jax.Array:

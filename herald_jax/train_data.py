@@ -45,6 +45,16 @@ class Source(Protocol):
     def rows(self, step: int) -> Rows: ...
 
 
+class Turns:
+    """Several sources in turn, one a step."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = list(sources)
+
+    def rows(self, step: int) -> Rows:
+        return self._sources[step % len(self._sources)].rows(step)
+
+
 def fill(document: Document, block: int, end: int) -> None:
     """Complete the last block with `end`, learned with the answer: it is how a model says that it has finished."""
     missing = -len(document.ids) % block

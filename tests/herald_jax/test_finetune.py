@@ -239,6 +239,48 @@ def test_the_teacher_takes_no_gradient() -> None:
         np.testing.assert_allclose(flatten(found)[path], gradient, rtol=1e-3, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.once
+def test_mage_loss_with_the_first_canvas_and_the_exact_pass() -> None:
+    """The sparse pass sees what the wholly masked block chooses; the exact pass's cross-entropy is added, too."""
+    config = tiny.SDAR
+    tokens = jax.random.randint(jax.random.key(1), (2, 32), 0, tiny.MASK)
+    maskable = jax.random.bernoulli(jax.random.key(3), 0.7, tokens.shape)
+    at = jnp.array([[3, 5], [6, 7]])
+    batch = corrupt(jax.random.key(2), tokens, config.diffusion, maskable=maskable, at=at)
+    params = jax.tree.map(jnp.asarray, tiny.params(config))
+    plan = dataclasses.replace(PLAN, budget=3)
+
+    @jax.jit
+    def parts(p: Any) -> tuple[jax.Array, jax.Array]:
+        held = TrainAttend(batch.first, batch.at, batch.masked, plan=plan)
+        first = jnp.take_along_axis(maskable.reshape(2, 8, 4), batch.at[:, :, None], axis=1)
+        begun = dataclasses.replace(batch, masked=first)
+        select = dataclasses.replace(held, mode="select", masked=first)
+        _, chosen = noisy_hidden(config, jax.lax.stop_gradient(p), begun, select)
+        exact, _ = noisy_hidden(config, p, batch, held)
+        sparse, _ = noisy_hidden(config, p, batch, dataclasses.replace(held, mode="sparse"), chosen)
+        top = head(config, p)
+        return (
+            token_loss(config, top, sparse, batch, jax.lax.stop_gradient(exact)).mean_divergence()
+            + token_loss(config, top, sparse, batch).mean(),
+            token_loss(config, top, exact, batch).mean(),
+        )
+
+    def expected(p: Any) -> jax.Array:
+        sparse, exact = parts(p)
+        return sparse + 0.5 * exact
+
+    def found(p: Any, **more: Any) -> jax.Array:
+        return block_loss(config, p, batch, LossOptions(plan, exact=0.5, remat=False, **more))[0]
+
+    wanted, slope = jax.jit(jax.value_and_grad(expected))(params)
+    loss, gradient = jax.jit(jax.value_and_grad(functools.partial(found, canvas="first")))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for path, leaf in flatten(slope).items():
+        np.testing.assert_allclose(flatten(gradient)[path], leaf, rtol=1e-3, atol=1e-5, err_msg=path)
+    assert abs(float(jax.jit(found)(params)) - float(loss)) > 1e-4  # the noisy canvas chooses others
+
+
 def test_plans_without_an_objective_are_refused() -> None:
     with pytest.raises(ConfigError, match="selector 'mage'"):
         LossOptions(Mage(selector="recent"))
@@ -246,6 +288,8 @@ def test_plans_without_an_objective_are_refused() -> None:
         LossOptions(Mage(rest="keep"))
     with pytest.raises(ConfigError, match="weight of KL is -1"):
         LossOptions(kl=-1)
+    with pytest.raises(ConfigError, match="weight of the exact pass is nan"):
+        LossOptions(exact=float("nan"))
 
 
 # --- LoRA and the optimiser ---------------------------------------------------------------------------------------

@@ -88,9 +88,10 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"{n} plus one is", "answer": f" {n + 1}."}) for n in range(30)))
     arguments = [
-        str(source), str(tmp_path / "tuned"), "--data", str(data), "--length", "64", "--batch-size", "2", "--lora", "2",
-        "--plan", "mage", "--budget", "8", "--min-budget", "1", "--dense-layers", "1", "--copies", "4",
+        str(source), str(tmp_path / "tuned"), "--data", str(data), "--length", "64,32", "--batch-size", "2",
+        "--lora", "2", "--plan", "mage", "--budget", "8", "--min-budget", "1", "--dense-layers", "1", "--copies", "4",
         "--learning-rate", "0.05", "--warmup", "1", "--final-rate", "0", "--optimizer", "muon", "--no-remat",
+        "--exact", "0.5", "--canvas", "first",
         "--curve", str(tmp_path / "curve.png"),
     ]  # fmt: skip
     assert finetune.main([*arguments, "--steps", "2"]) == 0
@@ -114,7 +115,8 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
     [
         ([], "either --data or --tasks"),
         (["--tasks", "needle"], "task is 'needle', but must be one of single_needle"),
-        (["--tasks", "all", "--length", "30"], "must be a multiple of the block length 4"),
+        (["--tasks", "all", "--length", "512,30"], "must be a multiple of the block length 4"),
+        (["--tasks", "all", "--length", "1k"], "--length is 1k, but must be a multiple"),
         (["--tasks", "all", "--steps", "0"], "--steps is 0"),
         (["--tasks", "all", "--final-rate", "1.5"], "--final-rate is 1.5, but must be a share of the rate"),
         (["--data", "absent.txt"], "absent.txt: No such file"),
