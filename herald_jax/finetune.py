@@ -201,14 +201,16 @@ def train(
 
 
 def memory_lines(
-    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, mage: bool, remat: bool = True
+    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, passes: int, remat: bool = True
 ) -> list[str]:
-    """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand."""
+    """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand.
+
+    `passes` is how often each noisy block is run: once, for MAGE twice, with its first canvas three times.
+    """
     parameters = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values())
     itemsize = jnp.dtype(config.dtype).itemsize
-    # Each copied block has two complementary masks, and for MAGE an exact and a sparse pass.
-    noisy = 2 * copies * config.diffusion.block_length
-    tokens = batch * (length + noisy * (2 if mage else 1))
+    noisy = 2 * copies * config.diffusion.block_length  # two complementary masks
+    tokens = batch * (length + noisy * passes)
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     layer = (parameters - config.vocab_size * width * (1 if config.tie_word_embeddings else 2)) / config.num_layers
@@ -231,7 +233,7 @@ def memory_lines(
         parts["all layers' activations"] = activations * (config.num_layers + 1)
     parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
     parts["logits of a chunk"] = 3 * min(512 << 20, batch * noisy * config.vocab_size * 4)
-    if mage:
+    if passes > 1:
         kept = 1 if remat else config.num_layers
         parts["chosen entries"] = kept * 2 * batch * copies * config.num_kv_heads * length
     lines = [f"{name:<42}{size / 2**30:8.2f} GiB" for name, size in parts.items()]
@@ -339,8 +341,8 @@ def _run(args: argparse.Namespace) -> None:
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     for line in memory_lines(
         config, batch=-(-batches[longest] // args.devices), length=lengths[longest],
-        copies=_copies(args, lengths[longest], block), rank=args.lora, mage=isinstance(options.plan, Mage),
-        remat=options.remat,
+        copies=_copies(args, lengths[longest], block), rank=args.lora,
+        passes=1 if isinstance(options.plan, Dense) else 3 if options.canvas == "first" else 2, remat=options.remat,
     ):  # fmt: skip
         print(f"  {line}", file=sys.stderr)
 
