@@ -201,11 +201,13 @@ def train(
 
 
 def memory_lines(
-    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, passes: int, remat: bool = True
-) -> list[str]:
+    config: ModelConfig, *, batch: int, length: int, copies: int, rank: int | None, passes: int, remat: bool = True,
+    cudnn: bool = False,
+) -> list[str]:  # fmt: skip
     """What a step needs on one device, by a formula, in GiB; written for a user who must choose sizes beforehand.
 
-    `passes` is how often each noisy block is run: once, for MAGE twice, with its first canvas three times.
+    `passes` is how often each noisy block is run: once, for MAGE twice, with its first canvas three times. cuDNN's
+    attention keeps no scores.
     """
     parameters = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values())
     itemsize = jnp.dtype(config.dtype).itemsize
@@ -231,7 +233,8 @@ def memory_lines(
         parts["one layer's activations"] = activations * 2
     else:
         parts["all layers' activations"] = activations * (config.num_layers + 1)
-    parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
+    if not cudnn:
+        parts["attention scores of a chunk"] = 3 * 4 * batch * config.num_heads * min(CLEAN_CHUNK, length) * length
     parts["logits of a chunk"] = 3 * min(512 << 20, batch * noisy * config.vocab_size * 4)
     if passes > 1:
         kept = 1 if remat else config.num_layers
@@ -343,6 +346,7 @@ def _run(args: argparse.Namespace) -> None:
         config, batch=-(-batches[longest] // args.devices), length=lengths[longest],
         copies=_copies(args, lengths[longest], block), rank=args.lora,
         passes=1 if isinstance(options.plan, Dense) else 3 if options.canvas == "first" else 2, remat=options.remat,
+        cudnn=options.implementation == "cudnn",
     ):  # fmt: skip
         print(f"  {line}", file=sys.stderr)
 
