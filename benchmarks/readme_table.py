@@ -1,7 +1,7 @@
 """`python -m benchmarks.readme_table`: the README's table of results, made from results/*.json and never typed.
 
-Shown are all rows with a goal, met or missed, and all rows of benchmarks without any. With `--check` nothing is written
-and the status is 1 if the README is out of date.
+Shown are all rows with a goal, met or missed, and all rows of benchmarks without any; of rows that two benchmarks measure
+on one device, the newer. With `--check` nothing is written and the status is 1 if the README is out of date.
 """
 
 from __future__ import annotations
@@ -23,20 +23,32 @@ VERDICTS = {True: "met", False: "**missed**", None: ""}
 
 def table(folder: Path = RESULTS) -> str:
     """Markdown of every result in `folder`; a sentence where there is none."""
-    files = sorted(folder.glob("*.json"))
-    if not files:
+    reports = {file: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
+    if not reports:
         return "No results yet.\n"
+    newest: dict[tuple[str, str], str] = {}
+    for report in reports.values():
+        for row in report["rows"]:
+            newest[_key(report, row)] = max(_date(report, row), newest.get(_key(report, row), ""))
     lines = ["| measured | value | goal | | device | commit |", "|---|---:|---|---|---|---|"]
     hidden: list[str] = []
-    for file in files:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        rows = report["rows"]
-        shown = [row for row in rows if "goal" in row] or rows
+    for file, report in reports.items():
+        rows = [row for row in report["rows"] if _date(report, row) == newest[_key(report, row)]]
+        goals = any("goal" in row for row in report["rows"])
+        shown = [row for row in rows if "goal" in row or not goals]
         lines += [_line(report, row) for row in shown]
         if len(shown) < len(rows):
             hidden.append(f"{len(rows) - len(shown)} in [{file.name}](benchmarks/results/{file.name})")
     text = "\n".join(lines) + "\n"
     return text + (f"\nRows without a goal: {', '.join(hidden)}.\n" if hidden else "")
+
+
+def _key(report: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
+    return report["device"], row["id"]
+
+
+def _date(report: dict[str, Any], row: dict[str, Any]) -> str:
+    return row.get("date", report["date"])
 
 
 def _line(report: dict[str, Any], row: dict[str, Any]) -> str:

@@ -132,7 +132,7 @@ def test_table_shows_goals_missed_as_well_as_met(tmp_path: Path) -> None:
         {"id": "a/slow", "value": 1.25, "unit": "x", "goal": ">=1.4", "met": False, "commit": "f" * 40},
         {"id": "a/other", "value": 3.0, "unit": "ms"},
     ]
-    report = {"benchmark": "a", "device": "NVIDIA H200", "commit": "0123456789abcdef", "rows": rows}
+    report = {"benchmark": "a", "device": "NVIDIA H200", "commit": "0123456789abcdef", "date": "2", "rows": rows}
     (tmp_path / "a-h200.json").write_text(json.dumps(report))
     (tmp_path / "b-cpu.json").write_text(json.dumps({**report, "device": "cpu", "rows": rows[2:]}))
     assert readme_table.table(tmp_path).splitlines() == [
@@ -144,6 +144,16 @@ def test_table_shows_goals_missed_as_well_as_met(tmp_path: Path) -> None:
         "",
         "Rows without a goal: 1 in [a-h200.json](benchmarks/results/a-h200.json).",
     ]
+
+
+def test_of_rows_that_two_benchmarks_measure_the_newer_is_shown(tmp_path: Path) -> None:
+    row = {"id": "a/fast", "value": 1.5, "unit": "x", "goal": ">=1.4", "met": True}
+    report = {"benchmark": "a", "device": "cpu", "commit": "a" * 40, "date": "2", "rows": [row]}
+    (tmp_path / "a-cpu.json").write_text(json.dumps(report))
+    older = [{**row, "value": 1.25, "date": "1"}, {**row, "id": "b/more"}]
+    (tmp_path / "b-cpu.json").write_text(json.dumps({**report, "date": "3", "rows": older}))
+    shown = [line.split("|")[1:3] for line in readme_table.table(tmp_path).splitlines()[2:]]
+    assert shown == [[" `a/fast` ", " 1.5 x "], [" `b/more` ", " 1.5 x "]]
 
 
 def test_table_without_results(tmp_path: Path) -> None:
