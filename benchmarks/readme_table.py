@@ -1,7 +1,7 @@
 """`python -m benchmarks.readme_table`: the README's table of results, made from results/*.json and never typed.
 
-Shown are all rows with a goal, met or missed, and all rows of benchmarks without any; of rows that two benchmarks measure
-on one device, the newer. With `--check` nothing is written and the status is 1 if the README is out of date.
+Shown are all rows with a goal, met or missed, and all rows of benchmarks without any; of rows that two benchmarks
+measure on one device, the newer. With `--check` nothing is written and the status is 1 if the README is out of date.
 """
 
 from __future__ import annotations
