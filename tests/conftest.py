@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 
 # Read by JAX when it is first imported; also inherited by the command-line tests' subprocesses.
@@ -16,6 +17,10 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1" if shutil.which("nvi
 
 import jax
 import pytest
+
+# A shell has what it puts in the background ignore interrupts, and so would the children of the tests about them.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = shutil.which("nvidia-smi") is not None
 
