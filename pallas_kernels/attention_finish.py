@@ -7,19 +7,20 @@ all threads of a row or head need (how the splits weigh against each other) is w
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_plan import Plan
+from pallas_kernels.warps import WARP, halves, merged
 
 KERNEL_NAME = "block_attention_finish"
 
 LOG2E = math.log2(math.e)
 NOTHING = 0xFF800000  # -inf, as bits
 THREADS = 128
-WARP = 32
 # Entries that a thread turns into importance: 16 bytes of bfloat16 weights.
 ENTRIES = 8
 # Splits whose partial results a thread asks for at once.
@@ -123,26 +124,17 @@ def _joint(lanes: Any, held: list[Any], width: int) -> tuple[list[Any], Any, Any
 
     Returns each one's share, their joint log-sum-exp (0 where nothing was seen), and whether anything was.
     """
-    lane = lanes.thread & (WARP - 1)
-
-    def over_lanes(value: Any, combine: Any) -> Any:
-        distance = width // 2
-        while distance:
-            value = combine(value, lanes.real(lanes.shuffle(lanes.bits(value), lane ^ distance)))
-            distance //= 2
-        return value
-
     top = held[0]
     for value in held[1:]:
         top = lanes.maximum(top, value)
-    top = over_lanes(top, lanes.maximum)
+    top = merged(lanes, top, lanes.maximum, halves(width))
     seen = lanes.bits(top) != NOTHING
     top = lanes.real(lanes.where(seen, lanes.bits(top), lanes.constant(0)))
     relative = [(value - top) * LOG2E for value in held]
     total = lanes.exp2(relative[0])
     for value in relative[1:]:
         total = total + lanes.exp2(value)
-    total = over_lanes(total, lambda a, b: a + b)
+    total = merged(lanes, total, operator.add, halves(width))
     one = lanes.constant(0x3F800000)
     log = lanes.log2(lanes.real(lanes.where(seen, lanes.bits(total), one)))
     return [lanes.exp2(value - log) for value in relative], top + log * (1 / LOG2E), seen

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_plan import PAGE, Plan
+from pallas_kernels.warps import WARP
 
 KERNEL_NAME = "block_attention_pages"
 
 THREADS = 128
-WARP = 32
 PER_LANE = 8  # page sums of 16 bytes
 AT_ONCE = 8  # rows of which a lane asks for sums at once
 

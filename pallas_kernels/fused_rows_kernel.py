@@ -7,14 +7,15 @@ together, and a sum over threads goes through shuffles and at most one barrier.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Destination", "add_norm", "project_heads", "write_kv"]
+from pallas_kernels.warps import WARP, halves, merged
 
-WARP = 32
+__all__ = ["Destination", "add_norm", "project_heads", "write_kv"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,7 @@ def _launch(launch: Any) -> Any:
 
 def _warp_sum(lanes: Any, value: Any, width: int = WARP) -> Any:
     """The sum over each run of `width` lanes, in all of them."""
-    lane = lanes.thread & (WARP - 1)
-    distance = width // 2
-    while distance:
-        value = value + lanes.real(lanes.shuffle(lanes.bits(value), lane ^ distance))
-        distance //= 2
-    return value
+    return merged(lanes, value, operator.add, halves(width))
 
 
 def _load_reals(lanes: Any, memory: Any, index: Any, count: int, dtype: Any, where: Any) -> list[Any]:

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.warps import WARP
+
 __all__ = ["MOST_WORDS", "lay_out", "shared_words"]
 
-WARP = 32
 MOST_WORDS = 56 * 1024  # of shared memory: 224 KB of a Hopper multiprocessor's 227
 _THREADS = 1024
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.warps import WARP, halves, merged
+
 __all__ = ["Choice", "choose_experts"]
 
-WARP = 32
 _THREADS = 128
 _LOG2_E = math.log2(math.e)
 
@@ -116,20 +118,13 @@ def _scores(lanes: Any, logits: list[Any], lane: Any, choice: Choice) -> list[An
     top = logits[0]
     for logit in logits[1:]:
         top = lanes.maximum(top, logit)
-    top = _over_warp(lanes, top, lane, lanes.maximum)
+    top = merged(lanes, top, lanes.maximum, halves())
     parts = [lanes.exp2((logit - top) * _LOG2_E) for logit in logits]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    total = _over_warp(lanes, total, lane, lambda a, b: a + b)
+    total = merged(lanes, total, operator.add, halves())
     return [lanes.divide(part, total) for part in parts]
-
-
-def _over_warp(lanes: Any, number: Any, lane: Any, join: Any) -> Any:
-    """The numbers of a warp's lanes joined, in all of them."""
-    for distance in (16, 8, 4, 2, 1):
-        number = join(number, lanes.real(lanes.shuffle(lanes.bits(number), lane ^ distance)))
-    return number
 
 
 def _key(lanes: Any, number: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention_plan import PROCESSORS
+from pallas_kernels.warps import WARP, merged
+
 __all__ = ["IndexConfig", "importance", "query_words"]
 
-WARP = 32
-PROCESSORS = 132
 STEP = 32  # numbers of an entry that a step of the tensor cores takes
 COLUMNS = 4  # queries of a step
 # The codes are read once, and a load has half of a line of the L2: the other half is what the next one wants.
@@ -260,7 +262,7 @@ class _First:
         start = [lanes.constant(_float_bits(_LOWEST)), lanes.constant(0)] * len(self.queries)
         ends = lanes.loop(self.first, self.last, lanes.constant(p.config.warps), start, self._turn)
         for (_, _, number), top, total in zip(self.queries, ends[::2], ends[1::2], strict=True):
-            total = _over_warp(lanes, lanes.real(total), (4, 8, 16), lambda a, b: a + b)
+            total = merged(lanes, lanes.real(total), operator.add, (4, 8, 16))
             at = (self.problem * p.asked + number) * p.parts + self.part
             mine = (number < p.asked) & (self.g == 0)
             lanes.store(self.sums, lanes.wide(at) * 2, [top, lanes.bits(total)], where=mine)
@@ -284,7 +286,7 @@ class _First:
             most = lanes.real(top)
             for x in scores:
                 most = lanes.maximum(most, x)
-            most = _over_warp(lanes, most, (4, 8, 16), lanes.maximum)
+            most = merged(lanes, most, lanes.maximum, (4, 8, 16))
             weights = [lanes.exp2(x - most) for x in scores]
             added = weights[0]
             for x in weights[1:]:
@@ -355,17 +357,9 @@ class _First:
             return
         threads = p.grain // p.config.unroll  # that share a sum
         distances = [d for d in (4, 8, 16) if d < 4 * threads]
-        added = _over_warp(lanes, added, distances, lambda a, b: a + b)
+        added = merged(lanes, added, operator.add, distances)
         mine = mine & (self.g % threads == 0)
         lanes.store(self.kept, row * p.kept + lanes.wide(entry // p.grain), [lanes.bits(added)], where=mine)
-
-
-def _over_warp(lanes: Any, value: Any, distances: Sequence[int], merge: Any) -> Any:
-    """`value` merged over the lanes whose numbers differ in these bits, in all of them."""
-    for distance in distances:
-        other = lanes.real(lanes.shuffle(lanes.bits(value), lanes.thread % WARP ^ distance))
-        value = merge(value, other)
-    return value
 
 
 def _merge(lanes: Any, p: _Plan, kept: Any, tops: Any, sums: Any, lengths: Any, *outs: Any) -> None:
@@ -422,8 +416,8 @@ def _whole(lanes: Any, p: _Plan, sums: Any, row: Any) -> tuple[Any, Any]:
     most = held[0][0]
     for top, _ in held[1:]:
         most = lanes.maximum(most, top)
-    most = _over_warp(lanes, most, (1, 2, 4, 8, 16), lanes.maximum)
+    most = merged(lanes, most, lanes.maximum, (1, 2, 4, 8, 16))
     whole = held[0][1] * lanes.exp2(held[0][0] - most)
     for top, total in held[1:]:
         whole = lanes.multiply_add(total, lanes.exp2(top - most), whole)
-    return most, _over_warp(lanes, whole, (1, 2, 4, 8, 16), lambda a, b: a + b)
+    return most, merged(lanes, whole, operator.add, (1, 2, 4, 8, 16))

@@ -79,9 +79,8 @@ class NumpyLanes:
         # Words of the first factor: the half of the columns, then the half of the rows.
         rows = np.einsum("wgihrb->wrghib", first.reshape(warps, 8, 4, 2, 2, 4)).reshape(warps, 16, 32)
         columns = np.einsum("wgihb->wghib", second).reshape(warps, 8, 32)
-        sums = np.einsum("wrk,wck->wrc", rows, columns).reshape(
-            warps, 2, 8, 4, 2
-        )  # row's half, g, i, column's last bit
+        # By warp, row's half, g, i and column's last bit.
+        sums = np.einsum("wrk,wck->wrc", rows, columns).reshape(warps, 2, 8, 4, 2)
         mine = np.einsum("whgic->wgihc", sums).reshape(-1, 4)
         return tuple((mine[:, i] + x.view(np.int32)).view(np.uint32) for i, x in enumerate(c))
 
