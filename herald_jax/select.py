@@ -109,16 +109,9 @@ def pick(
 
     `score` f32[..., B, K, N].
     """
-    if scored_page(plan) > 1:
-        sums = page_sums(score, plan.page, prefix)
-        return pick_pages(plan, sums, counts, prefix, capacity, implementation)
-    if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
-        score = by_page(score, plan.page, prefix)
-    score = with_residents(plan, score, prefix)
-    leading = score.shape[:-1]
-    wanted = jnp.broadcast_to(counts[..., None], leading)
-    within = jnp.broadcast_to(prefix.reshape((1,) * (len(leading) - 2) + (-1, 1)), leading)
-    return select_topk(score, wanted, capacity, lengths=within, implementation=implementation)
+    page = scored_page(plan)
+    scored = page_sums(score, page, prefix) if page > 1 else score
+    return pick_scored(plan, scored, counts, prefix, capacity, implementation)
 
 
 def pick_scored(
@@ -130,8 +123,15 @@ def pick_scored(
     implementation: str | None,
 ) -> jax.Array:
     """`pick` from what a selecting attention returned, a number for `scored_page(plan)` entries: f32[..., B, K, S]."""
-    choose = pick_pages if scored_page(plan) > 1 else pick
-    return choose(plan, score, counts, prefix, capacity, implementation)
+    if scored_page(plan) > 1:
+        return pick_pages(plan, score, counts, prefix, capacity, implementation)
+    if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
+        score = by_page(score, plan.page, prefix)
+    score = with_residents(plan, score, prefix)
+    leading = score.shape[:-1]
+    wanted = jnp.broadcast_to(counts[..., None], leading)
+    within = jnp.broadcast_to(prefix.reshape((1,) * (len(leading) - 2) + (-1, 1)), leading)
+    return select_topk(score, wanted, capacity, lengths=within, implementation=implementation)
 
 
 def pick_pages(
