@@ -351,15 +351,19 @@ def _run(args: argparse.Namespace) -> None:
         print(f"  {line}", file=sys.stderr)
 
     optimizer = training.Optimizer(args.optimizer, weight_decay=0.0)
-    frozen = None
+    # Each number is kept on the device once: a name for what was loaded, or for what the state is a copy of, would hold
+    # another 6 bytes a parameter to the end.
+    loaded, found = found.params, dataclasses.replace(found, params={})
+    frozen = None if args.lora is None else loaded
     if args.lora is None:
-        trained: Any = training.master(found.params, mesh, config)
+        trained: Any = training.master(loaded, mesh, config)
     else:
-        frozen, trained = found.params, lora.init_adapters(config, args.lora, jax.random.key(args.seed))
+        trained = lora.init_adapters(config, args.lora, jax.random.key(args.seed))
         if mesh is not None:
             everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             trained = jax.device_put(trained, everywhere)
     state = training.init_state(trained, optimizer, mesh)
+    del loaded, trained
     directory = Path(f"{args.output}.state")
     resumed = training.restore_state(directory, state)
     if resumed is not None:
