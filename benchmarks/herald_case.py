@@ -134,24 +134,27 @@ class Case:
     def measure(self, plan: Herald, context: int, steps: int, blocks: int) -> dict[str, Any]:
         """Seconds of a block and its parts, and the pipeline's counters, of `blocks` blocks after two more.
 
-        Times are medians. The host waits for each, as `generate` does to hand out what was written.
+        Times are medians. The host waits for each when the next one has been begun, as `generate` does to hand out what
+        was written.
         """
         pipeline, rows = self.start(plan, context)
         how = (StaticLowConfidence(min(steps, self.config.diffusion.block_length)), GREEDY, NO_STOPS)
         with pipeline:
             self._compile(pipeline, rows, how[0])
             at, scanned = [], []
+            begun = pipeline.begin(rows, *how, last=False)
             for i in range(blocks + 2):
-                if i == 2:
-                    before = pipeline.settle()
-                    at.append(time.perf_counter())
-                rows = pipeline.block(rows, *how, last=False)
-                jax.block_until_ready(rows.length)
+                rows = pipeline.rest(begun, last=False)
+                length = jnp.copy(rows.length)  # the next block takes the rows over
+                begun = pipeline.begin(rows, *how, last=False)
+                jax.block_until_ready(length)
                 if i >= 1:
-                    scanned.append(pipeline.stats.scan_seconds)
-                if i >= 2:
                     at.append(time.perf_counter())
+                    scanned.append(pipeline.stats.scan_seconds)
+                if i == 1:
+                    before = pipeline.settle()
             stats = pipeline.settle()
+            rows = pipeline.rest(begun, last=True)
             self.host = pipeline._host  # appended to in place: the arrays that were put in are gone
             own = self._own(pipeline, rows, pipeline._on_device(*how))
         each = np.diff(at)

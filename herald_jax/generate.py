@@ -24,7 +24,7 @@ from herald_jax.cache import DeviceKV
 from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.denoise import Editing, Sampling
 from herald_jax.errors import GenerationError
-from herald_jax.herald import Pipeline
+from herald_jax.herald import Begun, Pipeline
 from herald_jax.loading import Model
 from herald_jax.mage import MageKV
 from herald_jax.plans import Dense, Herald, Mage, Plan
@@ -174,6 +174,7 @@ class _Run:
     ):
         self._clock = CompileClock()
         self._pipeline: Pipeline | None = None
+        self._begun: Begun | None = None
         self.model, self.config, self._shared = model, config, shared
         contract = model.config.diffusion
         block = contract.block_length
@@ -269,25 +270,26 @@ class _Run:
         return value if sharded is None else jax.device_put(value, sharded)
 
     def _fetch(self) -> None:
+        self._host = _to_host(self._seen())
+
+    def _seen(self) -> dict[str, jax.Array]:
+        """What the host looks at."""
         rows = self._rows
-        self._host = _to_host(
-            {
-                "tokens": rows.tokens,
-                "length": rows.length,
-                "limit": rows.limit,
-                "ready": rows.ready,
-                "done": rows.done,
-                "failed": rows.failed,
-                "forwards": rows.forwards,
-                "commits": rows.commits,
-                "blocks": rows.blocks,
-                "batch_forwards": rows.batch_forwards,
-                "sparse_blocks": rows.sparse_blocks,
-                "exact_forwards": rows.exact_forwards,
-                "edited": rows.edited,
-            }
-            | self._measured()
-        )
+        return {
+            "tokens": rows.tokens,
+            "length": rows.length,
+            "limit": rows.limit,
+            "ready": rows.ready,
+            "done": rows.done,
+            "failed": rows.failed,
+            "forwards": rows.forwards,
+            "commits": rows.commits,
+            "blocks": rows.blocks,
+            "batch_forwards": rows.batch_forwards,
+            "sparse_blocks": rows.sparse_blocks,
+            "exact_forwards": rows.exact_forwards,
+            "edited": rows.edited,
+        } | self._measured()
 
     def _measured(self) -> dict[str, jax.Array]:
         cache = self._rows.cache
@@ -306,16 +308,31 @@ class _Run:
             self._fetch()
         else:
             while not self.finished:
-                self._rows = self._pipeline.block(self._rows, *how, last=self._last_block())
-                self._fetch()
+                self._next_block(self._pipeline, how)
                 if pause:
                     break
         self.decode_seconds += time.perf_counter() - started - (self._clock.seconds - before)
 
-    def _last_block(self) -> bool:
-        """Whether the block that begins now is the last one of every row, by the limit alone."""
+    def _next_block(self, pipeline: Pipeline, how: Any) -> None:
+        """Finish a block, begin the one after it, and read the first: the device does not wait for the reading."""
+        last = self._last_block(0)
+        begun = self._begun or pipeline.begin(self._rows, *how, last=last)
+        self._rows, self._begun = pipeline.rest(begun, last=last), None
+        seen = self._seen()
+        if not last:
+            seen = _copies(seen)  # the next block takes the rows over
+            self._begun = pipeline.begin(self._rows, *how, last=self._last_block(1))
+            self._rows = self._begun.rows
+        self._host = _to_host(seen)
+
+    def _last_block(self, ahead: int) -> bool:
+        """Whether the block `ahead` blocks after the first that the host has not seen ends every row, by their limits.
+
+        Each block takes every row that is not done a block further.
+        """
         block = self.model.config.diffusion.block_length
-        return bool((self._host["done"] | (self._host["length"] + block >= self._host["limit"])).all())
+        end = self._host["length"] + (1 + ahead) * block
+        return bool((self._host["done"] | (end >= self._host["limit"])).all())
 
     def _new_tokens(self, row: int) -> list[int]:
         new = self._host["tokens"][row, self.prompt_length[row] : self._host["ready"][row]].tolist()
@@ -378,6 +395,11 @@ class _Run:
 def _row_keys(seed: int, keys: jax.Array | None, batch: int) -> jax.Array:
     derived = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(batch))
     return derived if keys is None else derived.at[: keys.shape[0]].set(keys)
+
+
+@jax.jit
+def _copies(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, values)
 
 
 def _to_host(values: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -8,6 +8,8 @@ layers of the spare pool while others are scanned.) Then the block's K and V are
 change places, and the next block begins.
 
 All of it is launched ahead of the device, which sees to its loops itself: this thread waits for nothing but the scan.
+Nor does the device wait for this thread where the first of these programs is launched (`begin`) before the last block
+is read.
 """
 
 from __future__ import annotations
@@ -41,6 +43,25 @@ _ALL = -1  # so many masks are left when all of a block's steps have been made, 
 _LOOK = 2e-3  # seconds between two looks at what the device is doing, while the CPU scans
 _MEASURED_BLOCKS = 2  # "auto" judges by the third block: the first two compile and page memory in
 _TOLERATED = 0.05  # share of a scan that may be exposed before "auto" moves layers to the index
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A block whose first steps have been launched.
+
+    Attributes:
+      rows: after these steps.
+      policy, how: the block's policy, and all that its programs take of the request, on the device.
+      draft: the queries `[Ls, B, K, R, D]` that select for the next block, and i32[B], the prefix they select from.
+        None where the block does not draft.
+      whole: whether all of the block has been launched.
+    """
+
+    rows: Rows
+    policy: Policy
+    how: Any
+    draft: tuple[jax.Array, jax.Array] | None = None
+    whole: bool = False
 
 
 class Pipeline:
@@ -123,17 +144,37 @@ class Pipeline:
 
     def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
         """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""
+        return self.rest(self.begin(rows, policy, sampling, stops, last=last), last=last)
+
+    def begin(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Begun:
+        """Launch what a block has to do before anything is waited for: its steps up to the draft, and the draft.
+
+        Whoever reads the block before between this and `rest` leaves the device no moment without work. If it turns out
+        that all rows are done, the block can be dropped: only the forward of the draft was in vain.
+        """
         how = self._on_device(policy, sampling, stops)
         if not self._plan.draft:
-            return self._exact_block(rows, how, last=last)
+            return Begun(rows, policy, how)
         if last:
-            return self._denoise(rows, how, first=True)
+            return Begun(self._denoise(rows, how, first=True), policy, how, whole=True)
         assert isinstance(rows.cache, PooledKV)
         moment = draft_moment.revealed(rows.length, how[0], plan=self._plan, config=self._options.config)
         rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, draft_from=moment))
         rows, queries, prefix = offload.draft(self._params, rows, *how, options=self._options)
+        return Begun(rows, policy, how, draft=(queries, prefix))
+
+    def rest(self, begun: Begun, *, last: bool) -> Rows:
+        """The block that was begun, to its end, and the preparation of the next one (not if this is the `last`)."""
+        rows, how = begun.rows, begun.how
+        if begun.whole:
+            return rows
+        if begun.draft is None:
+            return self._exact_block(rows, how, last=last)
+        if last:
+            return self._denoise(rows, how, first=False)
+        queries, prefix = begun.draft
         if self._indexed < self._layers:
-            rows, held = self._scan_beside(rows, policy, how, queries, prefix)
+            rows, held = self._scan_beside(rows, begun.policy, how, queries, prefix)
         else:
             scored = self._index_scores(queries, prefix)
             rows, held = self._finish(rows, scored, prefix, how)

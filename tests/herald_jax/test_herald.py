@@ -175,11 +175,24 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
     assert any("over PCIe" in line for line in stats.lines())
 
 
+def test_a_block_begun_in_vain_changes_nothing():
+    """That all rows have met a stop is seen when the next block has been begun."""
+    long = dataclasses.replace(REQUEST, max_new_tokens=40)
+    stops = tuple({row[9] for row in generated(Dense(), request=long).tokens})
+    request = dataclasses.replace(long, ignore_stop=False, stop_token_ids=stops)
+    dense, sparse = (generated(plan, request=request) for plan in (Dense(), Herald(1.0)))
+    assert max(map(len, dense.tokens)) <= 10
+    assert sparse.tokens == dense.tokens
+    assert sparse.stats.forwards == dense.stats.forwards
+    assert sparse.stats.blocks == dense.stats.blocks
+
+
 def test_the_pool_holds_the_rows_of_the_host_cache_bit_for_bit():
     with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
-        run.advance(pause=True)
-        run.advance(pause=True)
-        pipeline, cache = run._pipeline, run._rows.cache
+        pipeline, rows = run._pipeline, run._rows
+        for _ in range(2):
+            rows = pipeline.block(rows, REQUEST.policy, run._sampling, run._stops, last=False)
+        cache = rows.cache
         assert isinstance(cache, PooledKV)
         indices, counts = np.asarray(pipeline._held.indices), np.asarray(cache.counts)
         start = np.asarray(cache.start)
