@@ -228,9 +228,9 @@ class MageAttend:
         into = Destination(kv.k, kv.v, layer, start, k.shape[1])
         return DeviceKV(*write_kv(k, v, into, implementation=implementation))
 
-    def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV, page: int = 1) -> Any:
+    def _exact(self, layer: jax.Array, q: jax.Array, cache: MageKV, page: int = 1, into: Any = None) -> Any:
         """Attention over everything visible, with the importance by which this plan selects, that of the prefix by
-        `page`."""
+        `page`; put `into` a stack, as `block_attention` does it."""
         prefix_only = self.plan.normalise == "prefix"
         return self._attention(
             q,
@@ -240,6 +240,7 @@ class MageAttend:
             importance=Importance(self.plan.reduce, "prefix" if prefix_only else "visible", page),
             importance_rows=self.rows,
             prefix_lengths=self.prefix if prefix_only or page > 1 else None,
+            importance_into=into,
         )
 
     def _measure(self, layer: jax.Array, q: jax.Array, cache: MageKV) -> jax.Array:
@@ -300,10 +301,9 @@ class MageAttend:
             )
             return out, cache
 
-        if (scores := cache.scores) is not None:
-            result = self._exact(layer, q, cache, select.scored_page(plan))
-            out, score = jax.lax.optimization_barrier((result.out, result.importance))
-            scores = scores.at[layer - plan.dense_layers].set(score)
+        if cache.scores is not None:
+            result = self._exact(layer, q, cache, select.scored_page(plan), (cache.scores, layer - plan.dense_layers))
+            out, scores = jax.lax.optimization_barrier((result.out, result.importance))
             return out, dataclasses.replace(_noted(cache, layer, q, result), scores=scores)
 
         exact = plan.selector in ("mage", "oracle", "tidal") and self.role != "reuse"

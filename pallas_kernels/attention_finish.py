@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,40 @@ ENTRIES = 8
 AT_ONCE = 16
 
 
-def finish(
-    parts: Any, lengths: jax.Array, query: Any, prefix_lengths: Any, plan: Plan, importance: Any, *, launch: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`(out [B, T, H, D], lse f32[B, T, H], importance f32[B, K, N] or None)` from what the kernel left, with T
-    as long as the kernel made it.
+class Finished(NamedTuple):
+    """What `finish` returns; T is as long as the kernel made it.
 
-    `parts` is `attention_mosaic.Parts`; importance only where the plan keeps weights, for `query` `i32[B]`.
+    out: `[B, T, H, D]`. lse: `f32[B, T, H]`. importance: `f32[B, K, N]` of the kept weights, or None.
+    bias: `f32[B, K, R, rows]` for `attention_pages`, where shares were given and splits are joined, else None.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    importance: jax.Array | None
+    bias: jax.Array | None
+
+
+def finish(
+    parts: Any,
+    lengths: jax.Array,
+    query: Any,
+    prefix_lengths: Any,
+    plan: Plan,
+    importance: Any,
+    *,
+    shares: jax.Array | None = None,
+    launch: Any = None,
+) -> Finished:
+    """What is left to do once the programs have left `parts`, an `attention_mosaic.Parts`.
+
+    Importance only where the plan keeps weights, for `query` `i32[B]`.
+    shares: `f32[B, T]`, to base 2, what a query's weights count; -inf if they do not.
     launch: what runs the kernel, `lanes.launch` if None.
     """
     p = plan
     merge = p.splits > 1
     if not (merge or p.keep_weights):
-        return parts.out, parts.lse, None
+        return Finished(parts.out, parts.lse, None, None)
     if launch is None:
         from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
 
@@ -64,6 +85,10 @@ def finish(
             "joined": jax.ShapeDtypeStruct((p.batch, p.queries, heads, p.head_dim), p.dtype),
             "joined_lse": jax.ShapeDtypeStruct((p.batch, p.queries, heads), jnp.float32),
         }
+        if shares is not None:
+            inputs |= {"shares": shares}
+            # Rows that are no query are not written.
+            outputs |= {"bias": jax.ShapeDtypeStruct(p.row_shape, jnp.float32)}
 
     def kernel(lanes: Any, *memories: Any) -> None:
         refs = dict(zip([*inputs, *outputs], memories, strict=True))
@@ -90,7 +115,8 @@ def finish(
     )
     by_name = dict(zip(outputs, results, strict=True))
     out, lse = (by_name["joined"], by_name["joined_lse"]) if merge else (parts.out, parts.lse)
-    return out, lse, by_name["importance"][:, :, : p.entries] if p.keep_weights else None
+    weight = by_name["importance"][:, :, : p.entries] if p.keep_weights else None
+    return Finished(out, lse, weight, by_name.get("bias"))
 
 
 def _blocks_per_head(p: Plan) -> int:
@@ -173,6 +199,10 @@ def _merge(lanes: Any, refs: dict[str, Any], block: Any, p: Plan) -> None:
     lanes.store(refs["joined"], at * words + piece * 4, packed, where=inside)
     lse = lanes.where(seen, lanes.bits(joint), lanes.constant(NOTHING))
     lanes.store(refs["joined_lse"], at, [lse], where=inside & (piece < 1))
+    if "bias" in refs:
+        (share,) = lanes.load(refs["shares"], batch * p.queries + query, where=inside)
+        bias = lanes.where(seen, lanes.bits(lanes.real(share) - joint * LOG2E), lanes.constant(NOTHING))
+        lanes.store(refs["bias"], row, [bias], where=inside & (piece < 1))
 
 
 def _importance(lanes: Any, refs: dict[str, Any], p: Plan, reduce: str) -> None:

@@ -36,11 +36,12 @@ LOWEST = -1e30
 
 
 def attention_mosaic(
-    q, k, v, lengths, layer, rows, prefix_lengths, *, scale, importance, config: AttentionConfig | None
+    q, k, v, lengths, layer, rows, prefix_lengths, into=None, *, scale, importance, config: AttentionConfig | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The contract of `block_attention` on checked arguments; returns `(out, lse, importance or None)`.
 
-    Importance comes by page, `f32[B, K, ceil(N / importance.page)]`, where `by_page` says so.
+    Importance comes by page, `f32[B, K, ceil(N / importance.page)]`, where `by_page` says so; where `in_place` does, it
+    is the stack of `into` with it in its place.
     """
     one_query = rows is not None and rows.dtype != jnp.bool_
     paged = by_page(importance, rows)
@@ -56,15 +57,20 @@ def attention_mosaic(
     t = plan.queries
     q = jnp.pad(q, ((0, 0), (0, plan.padded_queries - t), (0, 0), (0, 0)))
     parts = _forward(q, k, v, lengths, layer, rows, prefix_lengths, plan, scale)
-    out, lse, weight = attention_finish.finish(parts, lengths, rows, prefix_lengths, plan, importance)
+    shares = importance_mosaic.row_shares(rows, plan, importance.reduce) if paged and not plan.prefix_sums else None
+    out, lse, weight, bias = attention_finish.finish(
+        parts, lengths, rows, prefix_lengths, plan, importance, shares=shares
+    )
     out, lse = out[:, :t], lse[:, :t]
     if importance is not None and not one_query:
         over = lse
         if plan.prefix_sums:
             over = plan.rows_to_queries(jax.scipy.special.logsumexp(parts.prefix_lse, axis=0))
         if paged:
-            bias = importance_mosaic.row_bias(rows, over, plan, importance.reduce)
-            weight = attention_pages.pages(parts, lengths, bias, plan, importance.page)
+            if bias is None:
+                bias = importance_mosaic.row_bias(rows, over, plan, importance.reduce)
+            into = into if in_place(importance, rows) else None
+            weight = attention_pages.pages(parts, lengths, bias, plan, importance.page, into)
         else:
             weight = importance_mosaic.importance_pass(
                 q, k, lengths, layer, rows, prefix_lengths, over, plan, scale=scale, reduce=importance.reduce
@@ -77,6 +83,11 @@ def by_page(importance, rows) -> bool:
     if importance is None or rows.dtype != jnp.bool_:
         return False
     return importance.reduce == "mean" and importance.page % attention_plan.PAGE == 0
+
+
+def in_place(importance, rows) -> bool:
+    """Whether the kernels put importance into a stack themselves."""
+    return by_page(importance, rows) and importance.page == attention_plan.PAGE
 
 
 class Parts(NamedTuple):

@@ -24,11 +24,22 @@ PER_LANE = 8  # page sums of 16 bytes
 AT_ONCE = 8  # rows of which a lane asks for sums at once
 
 
-def pages(parts: Any, lengths: jax.Array, bias: jax.Array, plan: Plan, page: int, *, launch: Any = None) -> jax.Array:
+def pages(
+    parts: Any,
+    lengths: jax.Array,
+    bias: jax.Array,
+    plan: Plan,
+    page: int,
+    into: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    launch: Any = None,
+) -> jax.Array:
     """Importance `f32[B, K, ceil(N / page)]`, page a multiple of PAGE.
 
     parts: `attention_mosaic.Parts`. lengths: `i32[B, 1]`. bias: `f32[B, K, R, rows]`, by which exp2(maximum + bias) is
-      what a row's sums count, -inf if they do not.
+      what a row's sums count, -inf if they do not; of rows that are no query it may be anything.
+    into: `f32[S, B, K, ceil(N / page)]` and i32 scalar, for a page of PAGE: the stack whose element of that number the
+      importance becomes, in place. Then the whole stack is returned.
     launch: what runs the kernel, `lanes.launch` if None.
     """
     p = plan
@@ -38,12 +49,20 @@ def pages(parts: Any, lengths: jax.Array, bias: jax.Array, plan: Plan, page: int
         launch = lanes.launch
     found = p.kv_tiles * (p.kv_tile // PAGE)
     warps = p.batch * p.kv_heads * p.kv_tiles
-    [sums] = launch(
-        functools.partial(_pages, plan=p),
-        name=KERNEL_NAME,
-        blocks=-(-warps * WARP // THREADS),
-        threads=THREADS,
-        inputs=[parts.pages, parts.page_tops, bias, lengths[:, 0]],
+    launched = functools.partial(launch, name=KERNEL_NAME, blocks=-(-warps * WARP // THREADS), threads=THREADS)
+    inputs = [parts.pages, parts.page_tops, bias, lengths[:, 0]]
+    if into is not None:
+        stack, number = into
+
+        def kernel(lanes: Any, *memories: Any) -> None:
+            kept, tops, bias, lengths, number, out = memories
+            _pages(lanes, kept, tops, bias, lengths, out, number, plan=p, length=stack.shape[-1])
+
+        [stack] = launched(kernel, inputs=[*inputs, number.reshape(1)], updated=[stack])
+        return stack
+    [sums] = launched(
+        functools.partial(_pages, plan=p, length=found),
+        inputs=inputs,
         outputs=[jax.ShapeDtypeStruct((p.batch, p.kv_heads, found), jnp.float32)],
     )
     ratio, wanted = page // PAGE, -(-p.entries // page)
@@ -53,7 +72,19 @@ def pages(parts: Any, lengths: jax.Array, bias: jax.Array, plan: Plan, page: int
     return sums[:, :, :wanted]
 
 
-def _pages(lanes: Any, kept: Any, tops: Any, bias: Any, lengths: Any, out: Any, *, plan: Plan) -> None:
+def _pages(
+    lanes: Any,
+    kept: Any,
+    tops: Any,
+    bias: Any,
+    lengths: Any,
+    out: Any,
+    number: Any = None,
+    *,
+    plan: Plan,
+    length: int,
+) -> None:
+    """`out` holds `length` pages of a KV head; with `number` it is a stack of such."""
     p = plan
     per_tile = p.kv_tile // PAGE
     width = per_tile // PER_LANE  # lanes that share a row
@@ -73,9 +104,12 @@ def _pages(lanes: Any, kept: Any, tops: Any, bias: Any, lengths: Any, out: Any, 
     for some in (starts[i : i + AT_ONCE] for i in range(0, len(starts), AT_ONCE)):
         loaded = []
         for start in some:
-            number = first_row + start
-            real = wanted & (number < p.used_rows)
-            tile, row = number // p.rows, number % p.rows
+            index = first_row + start
+            real = wanted & (index < p.used_rows)
+            if p.queries % p.query_chunk:  # a slab may end in rows that are no query
+                query = index // (p.query_chunk * p.group) * p.query_chunk + index % p.query_chunk
+                real = real & (query < p.queries)
+            tile, row = index // p.rows, index % p.rows
             at = ((lanes.wide(pair) * p.tiles + lanes.wide(tile)) * p.kv_tiles + lanes.wide(kv_tile)) * p.rows
             at = at + lanes.wide(row)
             words = lanes.load(kept, at * (per_tile // 2) + lanes.wide(piece * (PER_LANE // 2)), 4, where=real)
@@ -102,7 +136,13 @@ def _pages(lanes: Any, kept: Any, tops: Any, bias: Any, lengths: Any, out: Any, 
         distance //= 2
     # What the last steps added up, several lanes have.
     mine = inside & (lane & (WARP // 8 - width) == 0)
-    lanes.store(out, warp * per_tile + page, [lanes.bits(totals[0])], where=mine)
+    page = kv_tile * per_tile + page
+    place = lanes.wide(pair)
+    if number is not None:
+        (layer,) = lanes.load(number, lanes.constant(0))
+        place = place + lanes.wide(layer) * (p.batch * p.kv_heads)
+    mine = mine & (page < length)
+    lanes.store(out, place * length + lanes.wide(page), [lanes.bits(totals[0])], where=mine)
 
 
 def _either(lanes: Any, condition: Any, a: Any, b: Any) -> Any:

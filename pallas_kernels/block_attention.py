@@ -52,7 +52,7 @@ class Importance:
 class AttentionOutput:
     """out `[B, T, H, D]` in q's dtype; lse `f32[B, T, H]`, natural log; importance, or None.
 
-    importance: `f32[B, K, N]`, or `f32[B, K, ceil(N / page)]` by page.
+    importance: `f32[B, K, N]`, or `f32[B, K, ceil(N / page)]` by page; with `importance_into` the whole stack.
     """
 
     out: jax.Array
@@ -71,6 +71,7 @@ def block_attention(
     importance: Importance | None = None,
     importance_rows: jax.Array | None = None,
     prefix_lengths: jax.Array | None = None,
+    importance_into: tuple[jax.Array, jax.typing.ArrayLike] | None = None,
     implementation: dispatch.Implementation | None = None,
     config: AttentionConfig | None = None,
 ) -> AttentionOutput:
@@ -92,6 +93,8 @@ def block_attention(
         none gets importance 0.
       prefix_lengths: `i32[B]`, for `Importance(over="prefix")`. By page also for "visible": entries from there on are
         left out of the sums, so that a page which the prefix ends in counts with its part before.
+      importance_into: a stack of importances, `f32[S, ...]` of this one's shape, and the number (i32 scalar, may be
+        traced) that this one gets in it. In place under jit; by pages of 8 the kernel itself writes there.
       implementation: "xla", "mosaic_gpu", or None for the kernel where it can run and XLA elsewhere. A name never falls
         back. See `dispatch`.
       config: tile sizes of the kernel; None picks them from the shapes.
@@ -116,11 +119,10 @@ def block_attention(
         raise ValueError(f"scale must be positive and finite, not {scale}")
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     rows, prefix_lengths = _check_importance(importance, importance_rows, prefix_lengths, b, t, lengths.shape[1])
+    into = _check_into(importance_into, importance, b, k.shape[-3], k.shape[-2])
     chosen = dispatch.select(implementation, lambda: dispatch.block_attention_missing(q, k))
-    results = _run(
-        q, k, v, lengths, layer, rows, prefix_lengths, chosen=chosen, scale=scale, importance=importance, config=config
-    )
-    return AttentionOutput(*results)
+    how = {"chosen": chosen, "scale": scale, "importance": importance, "config": config}
+    return AttentionOutput(*_run(q, k, v, lengths, layer, rows, prefix_lengths, into, **how))
 
 
 def page_sums(weight: jax.Array, page: int, limits: jax.Array | None = None) -> jax.Array:
@@ -137,29 +139,35 @@ def page_sums(weight: jax.Array, page: int, limits: jax.Array | None = None) -> 
 
 # A jit of its own, so that a model that calls this once per layer traces and lowers it once.
 @functools.partial(jax.jit, static_argnames=("chosen", "scale", "importance", "config"))
-def _run(q, k, v, lengths, layer, rows, prefix_lengths, *, chosen, scale, importance, config):
-    def xla(q, k, v, lengths, layer, rows, prefix_lengths):
+def _run(q, k, v, lengths, layer, rows, prefix_lengths, into, *, chosen, scale, importance, config):
+    def xla(q, k, v, lengths, layer, rows, prefix_lengths, into):
         if rows is not None and rows.dtype != jnp.bool_:
             rows = jnp.arange(q.shape[1])[None] == rows[:, None]
         *found, weight = attention_xla.attention_xla(
             q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance
         )
-        return *found, paged(weight, prefix_lengths)
+        return *found, put(paged(weight, prefix_lengths), into)
 
     def paged(weight, prefix_lengths):
         if importance is None or importance.page == 1:
             return weight
         return page_sums(weight, importance.page, prefix_lengths)
 
-    def mosaic_gpu(q, k, v, lengths, layer, rows, prefix_lengths):
+    def put(weight, into):
+        return weight if into is None else into[0].at[into[1]].set(weight)
+
+    def mosaic_gpu(q, k, v, lengths, layer, rows, prefix_lengths, into):
         from pallas_kernels import attention_mosaic  # Mosaic GPU's interface differs before dispatch.MIN_JAX
 
         *found, weight = attention_mosaic.attention_mosaic(
-            q, k, v, lengths, layer, rows, prefix_lengths, scale=scale, importance=importance, config=config
+            q, k, v, lengths, layer, rows, prefix_lengths, into, scale=scale, importance=importance, config=config
         )
-        return *found, weight if attention_mosaic.by_page(importance, rows) else paged(weight, prefix_lengths)
+        if into is not None and attention_mosaic.in_place(importance, rows):
+            return *found, weight
+        weight = weight if attention_mosaic.by_page(importance, rows) else paged(weight, prefix_lengths)
+        return *found, put(weight, into)
 
-    return dispatch.run(chosen, mosaic_gpu, xla, q, k, v, lengths, layer, rows, prefix_lengths)
+    return dispatch.run(chosen, mosaic_gpu, xla, q, k, v, lengths, layer, rows, prefix_lengths, into)
 
 
 def _check(q, k, v, lengths, layer):
@@ -202,3 +210,18 @@ def _check_importance(importance, rows, prefix_lengths, b, t, runs):
     if jnp.issubdtype(rows.dtype, jnp.integer) and rows.shape == (b,):
         return rows.astype(jnp.int32), prefix_lengths
     raise ValueError(f"importance_rows must be bool[{b}, {t}] or i32[{b}], got {rows.dtype}{list(rows.shape)}")
+
+
+def _check_into(into, importance, b, kv_heads, entries):
+    """Checked `(stack, number)`, the number a traced i32 scalar; or None."""
+    if into is None:
+        return None
+    if importance is None:
+        raise ValueError("importance_into goes with importance=Importance(...)")
+    stack, number = into
+    expected = (b, kv_heads, -(-entries // importance.page))
+    if stack.ndim != 4 or stack.shape[1:] != expected or stack.dtype != jnp.float32:
+        raise ValueError(
+            f"importance_into must be a stack of f32{list(expected)}, got {stack.dtype}{list(stack.shape)}"
+        )
+    return stack, jnp.asarray(number, jnp.int32)

@@ -56,10 +56,16 @@ def row_bias(rows, lse, plan: Plan, reduce: str):
 
     The bias holds its log-sum-exp, `lse f32[B, T, H]`, its share of the mean, and -inf if it does not count.
     """
-    bias = -lse * LOG2E
+    bias = row_shares(rows, plan, reduce)[:, :, None] - lse * LOG2E
+    return plan.queries_to_rows(jnp.where(lse > -jnp.inf, bias, -jnp.inf), -jnp.inf)
+
+
+def row_shares(rows, plan: Plan, reduce: str):
+    """`f32[B, T]`: what the weights of a query, of `rows bool[B, T]`, count in `reduce`, to base 2; -inf of others."""
+    each = jnp.zeros((), jnp.float32)
     if reduce == "mean":
-        bias -= jnp.log2(jnp.maximum(jnp.sum(rows, axis=1), 1) * plan.group)[:, None, None]
-    return plan.queries_to_rows(jnp.where(rows[:, :, None] & (lse > -jnp.inf), bias, -jnp.inf), -jnp.inf)
+        each = -jnp.log2((jnp.maximum(jnp.sum(rows, axis=1), 1) * plan.group).astype(jnp.float32))[:, None]
+    return jnp.where(rows, each, -jnp.inf)
 
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):

@@ -129,6 +129,10 @@ def test_importance_by_page(over, splits, page, group):
     check_output(result, p, case)
     check_pages(result.importance, p, chosen, over=over, page=page, prefix=prefix)
     assert_same(result, run())
+    # The same in a stack, where the kernel puts it by pages of 8.
+    stack = jnp.full((3, *result.importance.shape), 7.0)
+    run, _ = compiled(case, config=AttentionConfig(splits=splits), importance_into=(stack, 1), **how)
+    np.testing.assert_array_equal(run().importance, stack.at[1].set(result.importance))
 
 
 def test_none_chooses_the_kernel_and_agrees_with_xla():

@@ -41,17 +41,23 @@ def problem(splits, *, dim, group, queries, keep=False, prefix=False):
 @pytest.mark.parametrize(("splits", "dim", "group", "queries"), [(19, 128, 3, 5), (2, 64, 4, 32), (9, 64, 1, 8)])
 def test_joins_splits(splits, dim, group, queries):
     plan, parts = problem(splits, dim=dim, group=group, queries=queries)
-    out, lse, importance = finish(parts, jnp.ones((2, 1), jnp.int32), None, None, plan, None, launch=lanes_numpy.launch)
+    shares = jnp.asarray(np.random.default_rng(0).normal(size=(2, queries)), jnp.float32).at[0, 1].set(-jnp.inf)
+    out, lse, importance, bias = finish(
+        parts, jnp.ones((2, 1), jnp.int32), None, None, plan, None, shares=shares, launch=lanes_numpy.launch
+    )
     wanted, wanted_lse = merge_by_lse(parts.out.astype(jnp.float32), parts.lse)
     np.testing.assert_allclose(np.asarray(out, np.float32), plan.rows_to_queries(wanted), rtol=1e-2, atol=1e-2)
-    np.testing.assert_allclose(lse, plan.rows_to_queries(wanted_lse), rtol=1e-5, atol=1e-5)
+    lse_by_query = plan.rows_to_queries(wanted_lse)
+    np.testing.assert_allclose(lse, lse_by_query, rtol=1e-5, atol=1e-5)
     assert importance is None
+    wanted_bias = jnp.where(lse_by_query > -jnp.inf, shares[:, :, None] - lse_by_query * np.log2(np.e), -jnp.inf)
+    np.testing.assert_allclose(plan.rows_to_queries(bias), wanted_bias, rtol=1e-5, atol=1e-4)
 
 
 def test_nan_of_a_split_is_passed_on():
     plan, parts = problem(3, dim=64, group=1, queries=8)
     parts.lse = parts.lse.at[1, 0, 0].set(jnp.nan)
-    out, lse, _ = finish(parts, jnp.ones((2, 1), jnp.int32), None, None, plan, None, launch=lanes_numpy.launch)
+    out, lse, *_ = finish(parts, jnp.ones((2, 1), jnp.int32), None, None, plan, None, launch=lanes_numpy.launch)
     assert np.isnan(np.asarray(out, np.float32)[0, :, 0]).all()
     assert np.isfinite(np.asarray(out, np.float32)[0, :, 1]).all()
     assert np.isnan(lse[0, :, 0]).all()
@@ -67,7 +73,7 @@ def test_importance_of_kept_weights(splits, group, prefix, reduce):
         jnp.asarray([555, 0], jnp.int32),
         jnp.asarray([5, 0]),
     )
-    *_, got = finish(parts, lengths, query, prefixes, plan, Importance(reduce), launch=lanes_numpy.launch)
+    *_, got, _ = finish(parts, lengths, query, prefixes, plan, Importance(reduce), launch=lanes_numpy.launch)
     over = jax.scipy.special.logsumexp(parts.prefix_lse if prefix else parts.lse, axis=0)
     joint = plan.rows_to_queries(over)[0, 5].reshape(2, group, 1)
     place = np.arange(plan.kv_tile)

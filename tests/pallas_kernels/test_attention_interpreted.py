@@ -76,12 +76,12 @@ def interpreted(monkeypatch):
         yield attention_mosaic.attention_mosaic
 
 
-def run(interpreted, p, case, rows=None, prefix=None, importance=None, **config):
+def run(interpreted, p, case, rows=None, prefix=None, importance=None, into=None, **config):
     attend = functools.partial(
         interpreted, scale=case.head_dim**-0.5, importance=importance, config=AttentionConfig(**config)
     )
     layer = None if p.layer is None else jnp.int32(p.layer)
-    return AttentionOutput(*attend(p.q, p.cached_k, p.cached_v, p.lengths, layer, rows, prefix))
+    return AttentionOutput(*attend(p.q, p.cached_k, p.cached_v, p.lengths, layer, rows, prefix, into))
 
 
 def test_one_split_of_a_stacked_cache(interpreted):
@@ -143,6 +143,20 @@ def test_importance_by_page(interpreted, over, splits, page):
     result = run(interpreted, p, case, chosen, prefix, Importance("mean", over, page), splits=splits, stages=2)
     check_output(result, p, case)
     check_pages(result.importance, p, chosen, over=over, page=page, prefix=prefix)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_importance_by_page_in_a_stack(interpreted, splits):
+    """Of 261 entries the last page has 5, and of 13 queries the last slab's end is none."""
+    case = Case(((250,),), queries=13, kv_heads=2, group=2, entries=261)
+    p = make(case)
+    chosen, prefix = jnp.arange(13)[None] % 2 == 0, jnp.asarray([245])
+    stack = jnp.full((3, 1, 2, 33), 7.0)
+    how = {"splits": splits, "stages": 2, "query_chunk": 16}
+    result = run(interpreted, p, case, chosen, prefix, Importance(page=8), (stack, jnp.int32(1)), **how)
+    check_output(result, p, case)
+    check_pages(result.importance[1], p, chosen, over="visible", page=8, prefix=prefix)
+    assert (result.importance[jnp.asarray([0, 2])] == 7).all()
 
 
 def test_importance_of_many_queries_in_turns(interpreted, monkeypatch):

@@ -95,6 +95,23 @@ def test_importance_by_page_is_its_sum_below_the_prefix(reduce, over):
     np.testing.assert_allclose(got, weight.reshape(3, 2, 5, 5).sum(axis=-1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("importance", [Importance("max"), Importance(page=8)], ids=["entries", "pages"])
+def test_importance_into_a_stack(importance):
+    case = Case(((21,), (9,)), queries=5, group=3, entries=24, head_dim=16, dtype="float32")
+    p = make(case)
+    prefix = jnp.asarray([17, 4]) if importance.page > 1 else None
+    run = functools.partial(block_attention, p.q, p.k, p.v, p.lengths, importance=importance, prefix_lengths=prefix)
+    alone = run()
+    stack = jnp.full((3, *alone.importance.shape), 7.0)
+    result = jax.jit(lambda stack, number: run(importance_into=(stack, number)))(stack, jnp.int32(1))
+    np.testing.assert_allclose(result.out, alone.out, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result.importance, stack.at[1].set(alone.importance), rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="must be a stack of"):
+        run(importance_into=(stack[0], 1))
+    with pytest.raises(ValueError, match="goes with importance"):
+        block_attention(p.q, p.k, p.v, p.lengths, importance_into=(stack, 1))
+
+
 def test_importance_over_a_prefix_that_the_block_outweighs():
     """The block's own entries hold all of the visible softmax; over the prefix alone the weights are still exact."""
     q = jnp.ones((1, 1, 1, 4))
@@ -312,6 +329,15 @@ LOWERED = {
         Case(((700,), (1,)), group=6),
         {"importance": Importance(page=16), "prefix_lengths": jnp.asarray([600, 0])},
         {"block_attention", "block_attention_pages"},
+    ),
+    "by_page_into_a_stack": (
+        Case(((700,), (1,)), group=6),
+        {
+            "importance": Importance(page=8),
+            "prefix_lengths": jnp.asarray([600, 0]),
+            "importance_into": (jnp.zeros((3, 2, 2, 88)), 1),
+        },
+        {"block_attention", "block_attention_finish", "block_attention_pages"},
     ),
 }
 
