@@ -15,7 +15,8 @@ that would not end in time. The results file is written after every round, and w
 where it stopped. For a small model compiling is most of the time: caches have one size for all lengths, so that each
 plan is one program, and the plans of a batch run side by side, in threads (`--workers`, from one prefill) and in
 processes (`--processes`). With processes each plan rests on as many samples as it has answered in time, the baselines
-that are far behind on one round; differences are always of the same samples.
+that are far behind on one round; differences are always of the same samples. `--margins` then adds samples where they
+decide most: MAGE and Quest alone, at 5 and 10 % (`accuracy_margins`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from typing import Any
 import jax
 
 import herald_jax
-from benchmarks import accuracy_parts, common
+from benchmarks import accuracy_margins, accuracy_parts, common
 from benchmarks.accuracy_rows import (
     CERTAIN,
     Table,
@@ -82,14 +83,17 @@ def main() -> None:
     )  # fmt: skip
     what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
     what.add_argument("--ar-limit", action="store_true", help="only the needle at block length 1")
+    what.add_argument("--margins", action="store_true", help="only MAGE's margin over Quest; the other rows stay")
     parser.add_argument("--budgets", default="0.05", help="of the ablation (default %(default)s)")
     parser.add_argument("--cases", help="of the ablation, by name and separated by semicolons (default: all)")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
-    if options.processes > 1 and (options.ar_limit or options.work is None):
-        parser.error("--processes goes with --work, and not with --ar-limit")
-    if options.processes > 1 and options.part is None:
+    if options.processes > 1 and options.ar_limit:
+        parser.error("--processes does not go with --ar-limit")
+    if (options.processes > 1 or options.margins) and options.work is None:
+        parser.error("--processes and --margins go with --work")
+    if (options.processes > 1 or options.margins) and options.part is None:
         common.print_rows(run_parts(options))
         return
     if options.workers is None:
@@ -125,11 +129,23 @@ def main() -> None:
 
 
 def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The main table, the ablation or the tuned model's row, in several processes; after `--minutes`, what there is."""
+    """The main table, the ablation, the tuned row or the margins, in processes; after `--minutes`, what there is.
+
+    Raises SystemExit where that is too little for a row.
+    """
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     lengths = [int(part) for part in options.lengths.split(",")]
     command = [sys.executable, "-m", "benchmarks.accuracy", *sys.argv[1:]]
     print("parts ended with", accuracy_parts.run(command, options.processes, until), flush=True)
+    if options.margins:
+        settings = settings_of(options, options.checkpoint)
+        answers, _ = accuracy_parts.read(options.work / "margins", options.processes, settings)
+        landed = accuracy_margins.landed(common.results_path("accuracy", options.out), lengths)
+        rows = accuracy_margins.rows(answers, lengths, landed)
+        if not rows:
+            raise SystemExit("no case has answers of every task in time; the same command goes on")
+        common.write_results("accuracy", rows, folder=options.out, by_id=True)
+        return rows
 
     def gathered(
         name: str, chosen: Sequence[Plan], lengths: Sequence[int], checkpoint: str = options.checkpoint,
@@ -168,8 +184,8 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
 def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, until: float | None) -> None:
     """This process's share of the plans, round after round until it is done or ended.
 
-    In the main table the last part has the threshold policy's rows instead, and the replays. With `--finetuned` the
-    lengths are shared out, and the first model's rounds leave half of the time to the second's.
+    In the main table the last part has the threshold policy's rows instead, and the replays. With `--margins` cases are
+    shared out, with `--finetuned` the lengths, and the first model's rounds leave half of the time to the second's.
     """
     part, others = options.part, options.processes - (options.ablation is None)
     few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
@@ -180,6 +196,10 @@ def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, unt
         chosen = ablation_shares([Dense(), *ablation_cases(options).values()], others)[part]
         where = accuracy_parts.folder(work / "ablation", part)
         run_rounds(options, options.checkpoint, chosen, lengths, where, None)
+    elif options.margins:
+        chosen, mine = accuracy_margins.share(lengths, part, options.processes)
+        where = accuracy_parts.folder(work / "margins", part)
+        run_rounds(options, options.checkpoint, chosen, mine, where, None, often=accuracy_margins.OFTEN)
     elif part < others:
         chosen, all_samples = shares(plans(herald=options.herald), others)[part]
         where = accuracy_parts.folder(work / "accuracy", part)
@@ -221,20 +241,27 @@ def run_rounds(
     tasks: Sequence[str] = tuple(TASKS),
     chat: bool = False,
     policy: Any = ONE_BY_ONE,
+    often: Mapping[str, int] | None = None,
 ) -> tuple[Table, int]:
     """Answer rounds until `--samples` are done or time (`time.monotonic`) is over; at least one.
 
-    `report` gets the table after every round, so that what was answered before a kill is not lost. Returns the last
-    table, and how many samples of each task and length it rests on.
+    `often` names tasks with several batches in each round, whose samples are as many times `--samples`. `report` gets
+    the table after every round, so that what was answered before a kill is not lost. Returns the last table, and how
+    many samples of each task and length it rests on.
     """
     model = herald_jax.load(checkpoint)
     tokens = evaluate.token_counter(model)
     config = GenerateConfig(max_new_tokens=ANSWER_TOKENS, room=max(lengths), policy=policy)
     size = options.batch_size
-    parts = list(itertools.product(range(0, options.samples, size), lengths, tasks))
+    parts = [
+        (begin, begin * times + i * size, length, task)
+        for begin, length, task in itertools.product(range(0, options.samples, size), lengths, tasks)
+        for times in [(often or {}).get(task, 1)]
+        for i in range(times)
+    ]
 
-    def make(first: int, length: int, task: str) -> evaluate.EvalSet:
-        count = min(size, options.samples - first)
+    def make(_: int, first: int, length: int, task: str) -> evaluate.EvalSet:
+        count = min(size, options.samples * (often or {}).get(task, 1) - first)
         return evaluate.task_set(
             model, task, length, count, seed=0, haystack=None, chat=chat, first=first, tokens=tokens
         )
@@ -253,16 +280,16 @@ def run_rounds(
         with ThreadPoolExecutor(1) as ahead:  # makes the next part's prompts while this one is answered
             waiting = ahead.submit(make, *parts[0])
             known = len(journal.done)
-            for number, (first, length, task) in enumerate(parts):
+            for number, (begin, first, _, _) in enumerate(parts):
                 each = waiting.result()
                 if number + 1 < len(parts):
                     waiting = ahead.submit(make, *parts[number + 1])
                 evaluate.answer(model, chosen, [each], config, journal, batch_size=size, workers=options.workers)
                 if first == 0:
                     first_sets.append(each)
-                if (length, task) != (lengths[-1], tasks[-1]):
+                if number + 1 < len(parts) and parts[number + 1][0] == begin:
                     continue
-                done, took = min(first + size, options.samples), time.monotonic() - begun
+                done, took = min(begin + size, options.samples), time.monotonic() - begun
                 report(table(done))
                 begun = time.monotonic()
                 print(f"{done} samples of each task and length; the last round took {took:.0f} s", flush=True)

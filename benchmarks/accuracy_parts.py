@@ -52,6 +52,19 @@ def folder(work: Path, part: int) -> Path:
     return work / f"part-{part}"
 
 
+def read(work: Path, processes: int, settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What is in the parts' journals: answers and batches."""
+    answers: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
+    for part in range(processes):
+        if folder(work, part).exists():
+            journal = evaluate.Journal(folder(work, part), dict(settings))
+            journal.close()
+            answers += journal.answers
+            batches += journal.batches
+    return answers, batches
+
+
 def gather(
     work: Path, processes: int, settings: Mapping[str, Any], plans: Sequence[Plan], names: Mapping[str, str],
     most: int | None = None,
@@ -61,14 +74,7 @@ def gather(
     A plan that has not answered all of the sets `names` is left out, and so are the samples that it has answered in
     some of them only.
     """
-    answers: list[dict[str, Any]] = []
-    batches: list[dict[str, Any]] = []
-    for part in range(processes):
-        if folder(work, part).exists():
-            journal = evaluate.Journal(folder(work, part), dict(settings))
-            journal.close()
-            answers += journal.answers
-            batches += journal.batches
+    answers, batches = read(work, processes, settings)
     found: dict[str, dict[str, set[int]]] = {describe(plan): {name: set() for name in names} for plan in plans}
     for answer in answers:
         if "agreement" not in answer and answer["plan"] in found:

@@ -73,7 +73,7 @@ def others(results: dict[str, Any]) -> list[str]:
     found = [
         row
         for row in results["rows"]
-        if not row["id"].startswith(("dense/", "smollm2/", "ablation/"))
+        if not row["id"].startswith(("dense/", "smollm2/", "ablation/", "margin/"))
         and not (row["id"].endswith("/drop") and "by_task" in row.get("detail", {}))
     ]
     lines = [
@@ -81,6 +81,24 @@ def others(results: dict[str, Any]) -> list[str]:
         for row in found
     ]
     return _table(["row", "value", "goal", ""], lines) if lines else []
+
+
+def margins(results: dict[str, Any]) -> list[str]:
+    """How far MAGE is ahead of its nearest baseline, case by case."""
+    rows = {row["id"].removeprefix("margin/"): row for row in results["rows"] if row["id"].startswith("margin/")}
+    if not rows:
+        return []
+    lines = []
+    for case, row in rows.items():
+        baseline, budget, length = case.split("/")
+        detail = row["detail"]
+        few, many = min(detail["samples"].values()), max(detail["samples"].values())
+        largest = max(detail["by_task"], key=lambda task: abs(detail["by_task"][task]))
+        most = f"{largest.replace('_', ' ')}, {detail['by_task'][largest]:.1f}"
+        value = f"{row['value']:.2f} ({detail['low']:.2f} to {detail['high']:.2f})"
+        lines.append([f"{baseline}, {budget} %, {length.upper()}", value, f"{few} to {many}", most])
+    head = ["MAGE less", "points of the mean", "samples of a task", "largest difference of a task"]
+    return ["MAGE and its nearest baseline on the same samples, with 95 % intervals:", "", *_table(head, lines)]
 
 
 def ar_limit(results: dict[str, Any]) -> list[str]:
@@ -133,7 +151,7 @@ def tables(folder: Path = RESULTS) -> str:
         results = json.loads(path.read_text(encoding="utf-8"))
         if any(row["id"].startswith("dense/") for row in results["rows"]):
             parts.append(scores(results))
-        for made in (ar_limit(results), ablation(results), others(results)):
+        for made in (ar_limit(results), ablation(results), margins(results), others(results)):
             if made:
                 parts.append("\n".join(made))
     return "\n\n".join(parts) + "\n" if parts else "Not measured yet.\n"

@@ -131,11 +131,11 @@ def commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None = None) -> Path:
+def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None = None, by_id: bool = False) -> Path:
     """Writes `<folder>/<benchmark>-<device>.json`, by default under `benchmarks/results`.
 
-    Rows replace those of the same group (the id up to its first slash) in an existing file. Rows of groups that did not
-    run this time stay, and carry the commit and date that they came from.
+    Rows replace those of the same group (the id up to its first slash; with `by_id` only those of the same id) in an
+    existing file. Other rows stay, and carry the commit and date that they came from.
     """
     report = {
         "benchmark": benchmark,
@@ -145,20 +145,25 @@ def write_results(benchmark: str, rows: Iterable[dict], *, folder: Path | None =
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
         "versions": versions(),
     }
-    return _write(report, list(rows), folder)
+    return _write(report, list(rows), folder, by_id)
 
 
-def _write(report: dict[str, Any], rows: list[dict[str, Any]], folder: Path | None) -> Path:
+def results_path(benchmark: str, folder: Path | None = None) -> Path:
+    """Where `write_results` writes on this device."""
+    return (RESULTS if folder is None else folder) / f"{benchmark}-{_slug(device_name())}.json"
+
+
+def _write(report: dict[str, Any], rows: list[dict[str, Any]], folder: Path | None, by_id: bool = False) -> Path:
     folder = RESULTS if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report['benchmark']}-{_slug(report['device'])}.json"
-    groups = {r["id"].split("/")[0] for r in rows}
+    replaced = {r["id"] if by_id else r["id"].split("/")[0] for r in rows}
     kept = []
     if path.exists():
         old = json.loads(path.read_text())
         origin = {"commit": old["commit"], "date": old["date"]}
         kept = [{**r, **{k: r.get(k, v) for k, v in origin.items()}} for r in old["rows"]]
-        kept = [r for r in kept if r["id"].split("/")[0] not in groups]
+        kept = [r for r in kept if (r["id"] if by_id else r["id"].split("/")[0]) not in replaced]
     lines = json.dumps({**report, "rows": []}, indent=1)
     body = ",\n".join("  " + json.dumps(r) for r in kept + rows)
     path.write_text(lines.replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accuracy_parts, accuracy_rows, accuracy_tables
+from benchmarks import accuracy_margins, accuracy_parts, accuracy_rows, accuracy_tables
 from herald_jax import eval_report
 from herald_jax.eval_report import describe
 from herald_jax.evaluate import Journal
@@ -200,3 +200,43 @@ def test_tables(tmp_path: Path) -> None:
 
 def test_the_page_is_up_to_date() -> None:
     assert accuracy_tables.main(["--check"]) == 0, "run python -m benchmarks.accuracy_tables"
+
+
+def test_margins(tmp_path: Path) -> None:
+    """Paired differences of samples that both have answered, tasks alike; the worst of them and of what is landed."""
+    ours, theirs = (describe(accuracy_rows.mage(0.05, selector=name)) for name in ("mage", "quest"))
+    answers = []
+    for task in TASKS:
+        scores = [0.5, 1.0, 1.0] if task == "common_words" else [1.0]
+        for index, score in enumerate(scores):
+            answers.append({"plan": ours, "set": f"{task}/4096", "index": index, "score": score})
+        for index in range(2):
+            answers.append({"plan": theirs, "set": f"{task}/4096", "index": index, "score": 1.0})
+    drops = [("mage/10/4k", 0.5), ("quest/10/4k", -0.5), ("mage/5/4k", 0.0), ("quest/5/4k", 9.0), ("tidal/5/4k", 30.0)]
+    path = tmp_path / "accuracy.json"
+    path.write_text(json.dumps({"rows": [row(f"{id}/drop", value) for id, value in drops]}))
+    assert accuracy_margins.landed(tmp_path / "none.json", [4096]) == {}
+    landed = accuracy_margins.landed(path, [4096, 8192])
+    assert landed == {"quest/10/4k": {"margin": -1}, "quest/5/4k": {"margin": 9}, "tidal/5/4k": {"margin": 30}}
+    case, goal = accuracy_margins.rows(answers, [4096, 8192], landed)
+    assert case["id"] == "margin/quest/5/4k"
+    assert case["value"] == pytest.approx(-25 / 7, abs=1e-3)
+    assert case["detail"]["samples"] == dict.fromkeys(TASKS, 1) | {"common_words": 2}
+    assert case["detail"]["low"] <= case["value"] <= case["detail"]["high"]
+    assert (goal["id"], goal["value"], goal["met"]) == (accuracy_margins.ROW, case["value"], False)
+    assert goal["detail"]["worst"] == "quest/5/4k"
+    assert goal["detail"]["all"]["tidal/5/4k"] == {"margin": 30}
+    assert accuracy_margins.rows(answers[1:], [4096], landed) == []  # a task without a pair
+    report = {"device": "NVIDIA H200", "date": "2026-11-30T01:02:03Z", "rows": [*ROWS, case, goal]}
+    path.write_text(json.dumps(report))
+    text = accuracy_tables.tables(tmp_path)
+    assert "| quest, 5 %, 4K | -3.57 (-7.14 to 0.00) | 1 to 2 | common words, -25.0 |" in text
+    assert "`margin/" not in text
+    assert "| `mage/worst_margin_over_baselines` | -3.571 points | >=0 |" in text
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_margin_has_one_process(processes: int) -> None:
+    found = [accuracy_margins.share([4096, 8192], part, processes) for part in range(processes)]
+    cases = [(plan, length) for plans, lengths in found for plan in plans for length in lengths]
+    assert len(cases) == len(set(cases)) == 2 * 2 * 2

@@ -31,6 +31,12 @@ def test_results_replace_their_own_group_and_keep_the_others(tmp_path, monkeypat
     assert set(by_id) == {"topk/a", "gather/b"}
     assert by_id["topk/a"]["commit"] == "first"
     assert "commit" not in by_id["gather/b"]
+    common.write_results("kernels", [common.row("topk/b", 3.0, "x")], folder=tmp_path, by_id=True)
+    assert path == common.results_path("kernels", tmp_path)
+    values = {row["id"]: row["value"] for row in json.loads(path.read_text())["rows"]}
+    assert values == {"topk/a": 1.0, "gather/b": 2.0, "topk/b": 3.0}
+    common.write_results("kernels", [common.row("topk/b", 4.0, "x")], folder=tmp_path, by_id=True)
+    assert [row["value"] for row in json.loads(path.read_text())["rows"]] == [1.0, 2.0, 4.0]
 
 
 def test_rms_error():
