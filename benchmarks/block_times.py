@@ -5,14 +5,20 @@ say, and a 128K prompt need not be computed for every case. With a threshold of 
 one a sub-block), with 1 it takes 32. Runs of one block and of BLOCKS blocks tell a first step from what a call costs
 whatever it does: arguments, CUDA graphs brought up to date, the result's way back. `generate` makes one call for all
 blocks of an answer, `stream` one a block.
+
+What a call costs varies by more than a first step may cost beyond a later one. So a first step is found from PAIRS
+pairs of runs of one and of BLOCKS blocks, made one right after the other, in alternating order: each pair's difference
+holds BLOCKS - 1 first steps, and how far the pairs are apart says how well the first step is known.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,18 +34,25 @@ from herald_jax.mage import MageKV
 from herald_jax.model import Params, param_specs, unflatten
 from herald_jax.plans import Plan
 
-BLOCKS = 3
+BLOCKS = 9
+PAIRS = 7
+FULL = 3  # runs of one block in as many steps as it has positions
 GREEDY = Sampling.of(0.0, 0, 1.0)
 NO_STOPS = np.array([-1], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockTime:
-    """Seconds of a block's first forward, of each later one, and of a call beside its forwards."""
+    """Seconds of a block's first forward, of each later one, and of a call beside its forwards.
+
+    The errors are standard errors of the first two.
+    """
 
     first: float
     later: float
     call: float = 0.0
+    first_error: float = 0.0
+    later_error: float = 0.0
 
     def block(self, steps: int = 32) -> float:
         """A block of `steps` denoising steps and its commit, among others of one call."""
@@ -140,16 +153,33 @@ def lower_ahead(config: ModelConfig, batch: int, context: int, plan: Plan, capac
     return run_blocks.lower(*arguments, options=LoopOptions(config, plan=plan))
 
 
-def split_times(one: Taken, several: Taken, many: Taken) -> BlockTime:
-    """Times of first and later forwards and of a call, from three runs.
+def split_times(pairs: Sequence[tuple[Taken, Taken]], full: Sequence[Taken]) -> BlockTime:
+    """Times of first and later forwards and of a call, from runs of three kinds.
 
-    `one` block in as few steps as it can be, `several` (BLOCKS) blocks likewise, and one block in `many` steps. A block
-    of a family with sub-blocks takes a step for each of these at the least, so the forwards are counted.
+    `pairs`: one block in as few steps as it can be, and BLOCKS blocks likewise. `full`: one block in many steps. A
+    block of a family with sub-blocks takes a step for each of these at the least, so the forwards are counted.
     """
-    later = (many.seconds - one.seconds) / (many.forwards - one.forwards)
+    one = [one for one, _ in pairs]
+    call, call_error = _median(run.seconds for run in one)
+    whole, whole_error = _median(run.seconds for run in full)
+    steps = full[0].forwards - one[0].forwards
+    later, later_error = (whole - call) / steps, math.hypot(whole_error, call_error) / steps
     more = BLOCKS - 1
-    first = (several.seconds - one.seconds - (several.forwards - one.forwards - more) * later) / more
-    return BlockTime(first, later, one.seconds - first - (one.forwards - 1) * later)
+    others = (pairs[0][1].forwards - one[0].forwards - more) / more  # later forwards to a first one
+    first, error = _median((b.seconds - a.seconds) / more - others * later for a, b in pairs)
+    call -= first + (one[0].forwards - 1) * later
+    return BlockTime(first, later, call, math.hypot(error, others * later_error), later_error)
+
+
+def _median(values: Iterable[float]) -> tuple[float, float]:
+    """The median of a few, and its standard error as it is of normal values with their median deviation.
+
+    A run that something held up is as far off as it likes without telling anything of the others.
+    """
+    values = list(values)
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle, 1.2533 * deviation / math.sqrt(len(values))
 
 
 def measure(
@@ -170,11 +200,11 @@ def measure_contexts(
     # The same arrays in every call: CUDA graphs are brought up to date where an argument lies elsewhere than before.
     few, full = ((Threshold(value), GREEDY, NO_STOPS, np.bool_(False)) for value in (0.0, 1.0))
     few, full = jax.device_put((few, full))
-    runs = {"one": (1, few), "several": (BLOCKS, few), "many": (1, full)}
+    runs = {"one": (1, few), "several": (BLOCKS, few), "full": (1, full)}
     found = {}
     for context in contexts:
         taken: dict[str, list[Taken]] = {name: [] for name in runs}
-        for name in ("one", *(3 * ("one", "several", "many")), *(2 * ("one", "several"))):  # the first is not counted
+        for name in _order():
             blocks, arguments = runs[name]
             rows = rewind(rows, np.int32(context), np.int32(blocks), seeded=config.diffusion.seeded)
             jax.block_until_ready(rows)
@@ -182,7 +212,15 @@ def measure_contexts(
             rows = run(params, rows, *arguments)
             forwards = int(rows.batch_forwards)
             taken[name].append(Taken(time.perf_counter() - began, forwards))
-        taken["one"].pop(0)
-        medians = {name: sorted(times)[len(times) // 2] for name, times in taken.items()}
-        found[context] = split_times(**medians)
+        pairs = list(zip(taken["one"][1:], taken["several"], strict=True))  # the very first is not counted
+        found[context] = split_times(pairs, taken["full"])
     return found
+
+
+def _order() -> Iterator[str]:
+    """The runs of a context by name: one to begin with, then the pairs, this way round and that, between full ones."""
+    yield "one"
+    for i in range(PAIRS):
+        yield from ("one", "several") if i % 2 == 0 else ("several", "one")
+        if i < FULL:
+            yield "full"

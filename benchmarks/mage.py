@@ -141,6 +141,12 @@ GOALS = {
 }
 
 
+def first_over_dense(dense: BlockTime, sparse: BlockTime) -> tuple[float, float]:
+    """A selecting first step over a dense step, and the standard error of that."""
+    ratio = sparse.first / dense.later
+    return ratio, ratio * math.hypot(sparse.first_error / sparse.first, dense.later_error / dense.later)
+
+
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that speak for several cases of the plan as it is by default: the worst of them.
 
@@ -158,6 +164,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         of = worst(cases, key=lambda r: r["value"])
         detail = {"case": of["id"], "cases": len(cases)}
+        if "error" in of.get("detail", {}):
+            detail["error"] = of["detail"]["error"]
         if older := sorted({(r["commit"], "/".join(r["id"].split("/")[1:4])) for r in cases if "commit" in r}):
             detail["of_other_commits"] = [f"{case} ({commit})" for commit, case in older]
         origin = {key: of[key] for key in ("commit", "date", "command") if key in of}
@@ -278,6 +286,7 @@ class Run:
         detail = {
             "dense_step_ms": dense.later * 1e3, "dense_first_ms": dense.first * 1e3,
             "sparse_step_ms": sparse.later * 1e3, "sparse_first_ms": sparse.first * 1e3,
+            "dense_first_error_ms": dense.first_error * 1e3, "sparse_first_error_ms": sparse.first_error * 1e3,
             "dense_call_ms": dense.call * 1e3, "sparse_call_ms": sparse.call * 1e3,
             "dense_floor_ms": floors[0] * 1e3, "sparse_floor_ms": floors[1] * 1e3,
             "dense_layers": plan.dense_layers, "page": plan.page,
@@ -285,7 +294,8 @@ class Run:
         self.add(f"sparse_step/{where}/over_floor", sparse.later / floors[1], detail)
         self.add(f"step_speedup/{where}", dense.later / sparse.later, detail)
         self.add(f"block_speedup/{where}", dense.block() / sparse.block(), detail)
-        self.add(f"first_step/{where}/over_dense", sparse.first / dense.later, detail)
+        ratio, error = first_over_dense(dense, sparse)
+        self.add(f"first_step/{where}/over_dense", ratio, {"error": error, **detail})
         if f"{name}:{batch}:{thousands}" in self.options.cudnn.split(","):
             cudnn = measure_cudnn(config, self.params, batch, context)
             self.add(f"step_speedup_vs_cudnn/{where}", cudnn / sparse.later, {"cudnn_step_ms": cudnn * 1e3})

@@ -50,7 +50,7 @@ def test_blocks_are_timed(form: str, plan: Dense | Mage, monkeypatch: pytest.Mon
     monkeypatch.setattr(block_times, "time", clock)
     compiled = clock.around(block_times.compile_ahead(config, 2, 64, plan))
     taken = block_times.measure(config, params, 2, 64, plan, compiled)
-    assert dataclasses.astuple(taken) == pytest.approx((2.0, 2.0, 100.0))
+    assert dataclasses.astuple(taken) == pytest.approx((2.0, 2.0, 100.0, 0.0, 0.0))
     assert taken.block(32) == pytest.approx(66.0)
 
 
@@ -64,7 +64,7 @@ def test_one_dense_program_serves_all_contexts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(block_times, "run_blocks", clock.around(run_blocks))
     taken = block_times.measure_contexts(config, params, 1, [32, 96], Dense())
     assert {context: dataclasses.astuple(time) for context, time in taken.items()} == {
-        context: pytest.approx((3.0, 3.0, 0.0)) for context in (32, 96)
+        context: pytest.approx((3.0, 3.0, 0.0, 0.0, 0.0)) for context in (32, 96)
     }
     assert run_blocks._cache_size() == before + 1
 
@@ -88,15 +88,51 @@ def test_what_a_step_must_move() -> None:
     assert mage.floor_of(config, 64, 1024, 4.2e12, 7.8e14) > step_flops(config, 64 * 32) / 7.8e14
 
 
+def runs_of_blocks(call: float, first: float, later: float) -> tuple[tuple[Any, Any], Any]:
+    """Blocks of 4 sub-blocks: a block has a first forward, 3 later ones and its commit, or 31 and it."""
+    blocks = block_times.BLOCKS
+    one = block_times.Taken(call + first + 3 * later, 4)
+    several = block_times.Taken(call + blocks * first + (4 * blocks - 1) * later, 5 * blocks - 1)
+    return (one, several), block_times.Taken(call + first + 31 * later, 32)
+
+
 def test_a_call_a_first_forward_and_later_ones_are_told_apart() -> None:
-    """Blocks of 4 sub-blocks, 3 to a call: a block has a first forward, 3 later ones and its commit, or 31 and it."""
-    assert block_times.BLOCKS == 3
-    call, first, later = 7.0, 3.0, 0.5
-    one, several = call + first + 3 * later, call + 3 * first + 11 * later
-    taken = block_times.split_times(
-        block_times.Taken(one, 4), block_times.Taken(several, 14), block_times.Taken(call + first + 31 * later, 32)
-    )
-    assert taken == block_times.BlockTime(first, later, call)
+    pair, full = runs_of_blocks(call=7.0, first=3.0, later=0.5)
+    taken = block_times.split_times([pair] * 3, [full])
+    assert dataclasses.astuple(taken) == pytest.approx((3.0, 0.5, 7.0, 0.0, 0.0), abs=1e-12)
+
+
+def test_a_first_forward_is_known_as_well_as_pairs_agree() -> None:
+    """Calls drift from 7 s to 10; one pair was held up between its runs; of the others the second takes 0.8 s more."""
+    pairs = [runs_of_blocks(call, 3.0, 0.5)[0] for call in (7.0, 7.5, 8.0, 9.0, 10.0)]
+    later = [seconds + off for (_, (seconds, _)), off in zip(pairs, (0.0, 0.8, 900.0, 0.0, 0.8), strict=True)]
+    pairs = [
+        (one, block_times.Taken(seconds, several.forwards))
+        for (one, several), seconds in zip(pairs, later, strict=True)
+    ]
+    taken = block_times.split_times(pairs, [runs_of_blocks(8.0, 3.0, 0.5)[1]])
+    more = block_times.BLOCKS - 1
+    assert taken.first == pytest.approx(3.0 + 0.8 / more)
+    assert taken.later == pytest.approx(0.5)
+    # Beside the median deviation of first forwards, that of calls, which makes the later ones uncertain.
+    of_later = 1.2533 * 1.4826 * 1.0 / 5**0.5 / 28
+    of_pairs = 1.2533 * 1.4826 * 0.8 / more / 5**0.5
+    assert taken.later_error == pytest.approx(of_later)
+    assert taken.first_error == pytest.approx((of_pairs**2 + (4 * of_later) ** 2) ** 0.5)
+
+
+def test_rows_state_how_well_a_first_step_is_known() -> None:
+    dense, sparse = block_times.BlockTime(5.0, 5.0, later_error=0.1), block_times.BlockTime(6.0, 4.0, first_error=0.3)
+    ratio, error = mage.first_over_dense(dense, sparse)
+    assert ratio == pytest.approx(1.2)
+    assert error == pytest.approx(1.2 * (0.05**2 + 0.02**2) ** 0.5)
+    rows = [
+        common.row(f"first_step/a/{context}/b1/over_dense", value, "x", detail={"error": error})
+        for context, value, error in (("16k", 1.1, 0.02), ("32k", 1.2, 0.01))
+    ]
+    [whole] = mage.summary(rows)
+    assert whole["value"] == 1.2
+    assert whole["detail"] == {"case": "first_step/a/32k/b1/over_dense", "cases": 2, "error": 0.01}
 
 
 def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
