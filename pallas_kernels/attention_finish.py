@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_plan import Plan
+from pallas_kernels import attention_pages
+from pallas_kernels.attention_plan import LOG2E, Plan
 from pallas_kernels.warps import WARP, halves, merged
 
 KERNEL_NAME = "block_attention_finish"
 
-LOG2E = math.log2(math.e)
 NOTHING = 0xFF800000  # -inf, as bits
 THREADS = 128
 # Entries that a thread turns into importance: 16 bytes of bfloat16 weights.
@@ -30,14 +30,13 @@ AT_ONCE = 16
 class Finished(NamedTuple):
     """What `finish` returns; T is as long as the kernel made it.
 
-    out: `[B, T, H, D]`. lse: `f32[B, T, H]`. importance: `f32[B, K, N]` of the kept weights, or None.
-    bias: `f32[B, K, R, rows]` for `attention_pages`, where shares were given and splits are joined, else None.
+    out: `[B, T, H, D]`. lse: `f32[B, T, H]`. importance: of the kept weights `f32[B, K, N]`; of those kept by page as
+    `attention_pages.pages` returns it, where shares were given and splits are joined; or None.
     """
 
     out: jax.Array
     lse: jax.Array
     importance: jax.Array | None
-    bias: jax.Array | None
 
 
 def finish(
@@ -49,18 +48,21 @@ def finish(
     importance: Any,
     *,
     shares: jax.Array | None = None,
+    into: tuple[jax.Array, jax.Array] | None = None,
     launch: Any = None,
 ) -> Finished:
     """What is left to do once the programs have left `parts`, an `attention_mosaic.Parts`.
 
-    Importance only where the plan keeps weights, for `query` `i32[B]`.
-    shares: `f32[B, T]`, to base 2, what a query's weights count; -inf if they do not.
+    Importance only where the plan keeps weights, for `query` `i32[B]`, or keeps them by page.
+    shares: `f32[B, T]`, to base 2, what a query's weights count by page; -inf if they do not.
+    into: of importance by page, as `attention_pages.pages` takes it.
     launch: what runs the kernel, `lanes.launch` if None.
     """
     p = plan
     merge = p.splits > 1
     if not (merge or p.keep_weights):
-        return Finished(parts.out, parts.lse, None, None)
+        return Finished(parts.out, parts.lse, None)
+    by_page = merge and shares is not None
     if launch is None:
         from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
 
@@ -78,6 +80,13 @@ def finish(
             inputs |= {"over": parts.prefix_lse, "prefix_lengths": prefix_lengths}
         shape = (p.batch, p.kv_heads, p.kv_tiles * p.kv_tile)
         outputs |= {"importance": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    updated: list[jax.Array] = []
+    if by_page:
+        weight_blocks = attention_pages.blocks(p)
+        inputs |= {"pages": parts.pages, "page_tops": parts.page_tops, "shares": shares, "lengths": lengths[:, 0]}
+        inputs |= attention_pages.stack_inputs(into)
+        updated, made = attention_pages.destination(p, into)
+        outputs |= {"importance": made[0]} if made else {}
     if merge:
         merge_blocks = -(-p.batch * p.queries * heads * (p.head_dim // 8) // THREADS)
         inputs |= {"out": parts.out}
@@ -85,13 +94,10 @@ def finish(
             "joined": jax.ShapeDtypeStruct((p.batch, p.queries, heads, p.head_dim), p.dtype),
             "joined_lse": jax.ShapeDtypeStruct((p.batch, p.queries, heads), jnp.float32),
         }
-        if shares is not None:
-            inputs |= {"shares": shares}
-            # Rows that are no query are not written.
-            outputs |= {"bias": jax.ShapeDtypeStruct(p.row_shape, jnp.float32)}
 
     def kernel(lanes: Any, *memories: Any) -> None:
-        refs = dict(zip([*inputs, *outputs], memories, strict=True))
+        names = [*inputs, *(["importance"] if updated else []), *outputs, *(["biases"] if by_page else [])]
+        refs = dict(zip(names, memories, strict=True))
 
         def only_if(mine: Any, work: Any) -> None:
             def once(_: Any) -> tuple[()]:
@@ -102,6 +108,9 @@ def finish(
 
         if p.keep_weights:
             only_if(lanes.block < weight_blocks, lambda: _importance(lanes, refs, p, importance.reduce))
+        if by_page:
+            length = None if into is None else into[0].shape[-1]
+            only_if(lanes.block < weight_blocks, lambda: _pages(lanes, refs, p, length))
         if merge:
             only_if(lanes.block >= weight_blocks, lambda: _merge(lanes, refs, lanes.block - weight_blocks, p))
 
@@ -111,12 +120,18 @@ def finish(
         blocks=weight_blocks + merge_blocks,
         threads=THREADS,
         inputs=list(inputs.values()),
+        updated=updated,
         outputs=list(outputs.values()),
+        shared=[p.used_rows] if by_page else [],
     )
-    by_name = dict(zip(outputs, results, strict=True))
+    by_name = dict(zip([*(["importance"] if updated else []), *outputs], results, strict=True))
     out, lse = (by_name["joined"], by_name["joined_lse"]) if merge else (parts.out, parts.lse)
-    weight = by_name["importance"][:, :, : p.entries] if p.keep_weights else None
-    return Finished(out, lse, weight, by_name.get("bias"))
+    weight = by_name.get("importance")
+    if p.keep_weights:
+        weight = by_name["importance"][:, :, : p.entries]
+    elif by_page and into is None:
+        weight = attention_pages.of_page(by_name["importance"], p, importance.page)
+    return Finished(out, lse, weight)
 
 
 def _blocks_per_head(p: Plan) -> int:
@@ -199,10 +214,29 @@ def _merge(lanes: Any, refs: dict[str, Any], block: Any, p: Plan) -> None:
     lanes.store(refs["joined"], at * words + piece * 4, packed, where=inside)
     lse = lanes.where(seen, lanes.bits(joint), lanes.constant(NOTHING))
     lanes.store(refs["joined_lse"], at, [lse], where=inside & (piece < 1))
-    if "bias" in refs:
-        (share,) = lanes.load(refs["shares"], batch * p.queries + query, where=inside)
-        bias = lanes.where(seen, lanes.bits(lanes.real(share) - joint * LOG2E), lanes.constant(NOTHING))
-        lanes.store(refs["bias"], row, [bias], where=inside & (piece < 1))
+
+
+def _pages(lanes: Any, refs: dict[str, Any], p: Plan, length: int | None) -> None:
+    """Importance by page of four tiles of entries, once the block knows what its rows' sums count."""
+    pair = lanes.block // (attention_pages.blocks(p) // (p.batch * p.kv_heads))
+    for start in range(0, p.used_rows, THREADS):
+        index = lanes.thread + start
+        query = index // (p.query_chunk * p.group) * p.query_chunk + index % p.query_chunk
+        real = (index < p.used_rows) & (query < p.queries)
+        row = pair * (p.tiles * p.rows) + index
+        held = [lanes.load(refs["lse"], row + split * _row_count(p), where=real)[0] for split in range(p.splits)]
+        (share,) = lanes.load(refs["shares"], (pair // p.kv_heads) * p.queries + query, where=real)
+        _, joint, seen = _joint(lanes, [lanes.real(word) for word in held], 1)
+        bias = lanes.bits(lanes.real(share) - joint * LOG2E)
+        bias = lanes.where(seen & real, bias, lanes.constant(NOTHING))
+        lanes.store(refs["biases"], index, [bias], where=index < p.used_rows)
+    lanes.barrier()
+
+    def shift(pair: Any, index: Any, real: Any) -> Any:
+        del pair
+        return lanes.load(refs["biases"], index, where=real)[0]
+
+    attention_pages.add_up(lanes, refs, lanes.block, shift, p, length)
 
 
 def _importance(lanes: Any, refs: dict[str, Any], p: Plan, reduce: str) -> None:

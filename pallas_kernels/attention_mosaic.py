@@ -16,7 +16,6 @@ and the finishing kernel scales them. Importance by page: they store every query
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -26,11 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import attention_finish, attention_pages, attention_plan, importance_mosaic, mosaic_inline
-from pallas_kernels.attention_plan import PAGE, AttentionConfig, Plan, divide, slabs
+from pallas_kernels.attention_plan import LOG2E, PAGE, AttentionConfig, Plan, divide, slabs
 
 KERNEL_NAME = "block_attention"
 
-LOG2E = math.log2(math.e)
 # Where a row's running maximum starts: finite, so that a row that has seen nothing gives exp2(-inf - M) = 0, not NaN.
 LOWEST = -1e30
 
@@ -57,19 +55,18 @@ def attention_mosaic(
     t = plan.queries
     q = jnp.pad(q, ((0, 0), (0, plan.padded_queries - t), (0, 0), (0, 0)))
     parts = _forward(q, k, v, lengths, layer, rows, prefix_lengths, plan, scale)
-    shares = importance_mosaic.row_shares(rows, plan, importance.reduce) if paged and not plan.prefix_sums else None
-    out, lse, weight, bias = attention_finish.finish(
-        parts, lengths, rows, prefix_lengths, plan, importance, shares=shares
+    shares = plan.row_shares(rows, importance.reduce) if paged and not plan.prefix_sums else None
+    into = into if in_place(importance, rows) else None
+    out, lse, weight = attention_finish.finish(
+        parts, lengths, rows, prefix_lengths, plan, importance, shares=shares, into=into
     )
     out, lse = out[:, :t], lse[:, :t]
-    if importance is not None and not one_query:
+    if importance is not None and weight is None:
         over = lse
         if plan.prefix_sums:
             over = plan.rows_to_queries(jax.scipy.special.logsumexp(parts.prefix_lse, axis=0))
         if paged:
-            if bias is None:
-                bias = importance_mosaic.row_bias(rows, over, plan, importance.reduce)
-            into = into if in_place(importance, rows) else None
+            bias = plan.row_bias(rows, over, importance.reduce)
             weight = attention_pages.pages(parts, lengths, bias, plan, importance.page, into)
         else:
             weight = importance_mosaic.importance_pass(

@@ -3,12 +3,13 @@
 The programs of the attention left, for every query row, the sums of its weights over pages of 8 entries, each relative
 to the running maximum of that moment. Only now the log-sum-exp of every row is known, and with it what its sums count.
 Per-thread code (`lanes`): a warp takes a tile of entries, its lanes 16 bytes of a row's sums each, so that all it reads
-is in flight together.
+is in flight together. Where splits are joined, this is done by more blocks of the kernel that joins them
+(`attention_finish`).
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.warps import WARP
 KERNEL_NAME = "block_attention_pages"
 
 THREADS = 128
+TILES = THREADS // WARP  # of entries, to a block
 PER_LANE = 8  # page sums of 16 bytes
 AT_ONCE = 8  # rows of which a lane asks for sums at once
 
@@ -37,7 +39,7 @@ def pages(
     """Importance `f32[B, K, ceil(N / page)]`, page a multiple of PAGE.
 
     parts: `attention_mosaic.Parts`. lengths: `i32[B, 1]`. bias: `f32[B, K, R, rows]`, by which exp2(maximum + bias) is
-      what a row's sums count, -inf if they do not; of rows that are no query it may be anything.
+      what a row's sums count, -inf if they do not.
     into: `f32[S, B, K, ceil(N / page)]` and i32 scalar, for a page of PAGE: the stack whose element of that number the
       importance becomes, in place. Then the whole stack is returned.
     launch: what runs the kernel, `lanes.launch` if None.
@@ -47,53 +49,74 @@ def pages(
         from pallas_kernels import lanes  # Mosaic GPU is imported only where a kernel is built
 
         launch = lanes.launch
-    found = p.kv_tiles * (p.kv_tile // PAGE)
-    warps = p.batch * p.kv_heads * p.kv_tiles
-    launched = functools.partial(launch, name=KERNEL_NAME, blocks=-(-warps * WARP // THREADS), threads=THREADS)
-    inputs = [parts.pages, parts.page_tops, bias, lengths[:, 0]]
-    if into is not None:
-        stack, number = into
+    inputs = {"pages": parts.pages, "page_tops": parts.page_tops, "bias": bias, "lengths": lengths[:, 0]}
+    inputs |= stack_inputs(into)
+    updated, outputs = destination(p, into)
 
-        def kernel(lanes: Any, *memories: Any) -> None:
-            kept, tops, bias, lengths, number, out = memories
-            _pages(lanes, kept, tops, bias, lengths, out, number, plan=p, length=stack.shape[-1])
+    def kernel(lanes: Any, *memories: Any) -> None:
+        refs = dict(zip([*inputs, "importance"], memories, strict=True))
 
-        [stack] = launched(kernel, inputs=[*inputs, number.reshape(1)], updated=[stack])
-        return stack
-    [sums] = launched(
-        functools.partial(_pages, plan=p, length=found),
-        inputs=inputs,
-        outputs=[jax.ShapeDtypeStruct((p.batch, p.kv_heads, found), jnp.float32)],
+        def shift(pair: Any, index: Any, real: Any) -> Any:
+            return lanes.load(refs["bias"], pair * (p.tiles * p.rows) + index, where=real)[0]
+
+        add_up(lanes, refs, lanes.block, shift, p, None if into is None else into[0].shape[-1])
+
+    [found] = launch(
+        kernel,
+        name=KERNEL_NAME,
+        blocks=blocks(p),
+        threads=THREADS,
+        inputs=list(inputs.values()),
+        updated=updated,
+        outputs=outputs,
     )
+    return found if into is not None else of_page(found, p, page)
+
+
+def blocks(p: Plan) -> int:
+    """How many blocks of THREADS `add_up` takes, each for tiles of one KV head."""
+    return p.batch * p.kv_heads * -(-p.kv_tiles // TILES)
+
+
+def stack_inputs(into: tuple[jax.Array, jax.Array] | None) -> dict[str, jax.Array]:
+    """What the kernel reads beside the parts where importance goes `into` a stack: the number it gets there."""
+    return {} if into is None else {"number": into[1].reshape(1)}
+
+
+def destination(
+    p: Plan, into: tuple[jax.Array, jax.Array] | None
+) -> tuple[list[jax.Array], list[jax.ShapeDtypeStruct]]:
+    """The arrays that the kernel changes and those that it makes: one of these is what it calls importance."""
+    if into is not None:
+        return [into[0]], []
+    return [], [jax.ShapeDtypeStruct((p.batch, p.kv_heads, p.kv_tiles * (p.kv_tile // PAGE)), jnp.float32)]
+
+
+def of_page(sums: jax.Array, p: Plan, page: int) -> jax.Array:
+    """What `pages` returns, from the sums of whole tiles over PAGE entries."""
     ratio, wanted = page // PAGE, -(-p.entries // page)
     if ratio > 1:
-        sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -found % ratio)))
+        sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[-1] % ratio)))
         sums = jnp.sum(sums.reshape(p.batch, p.kv_heads, -1, ratio), axis=-1)
     return sums[:, :, :wanted]
 
 
-def _pages(
-    lanes: Any,
-    kept: Any,
-    tops: Any,
-    bias: Any,
-    lengths: Any,
-    out: Any,
-    number: Any = None,
-    *,
-    plan: Plan,
-    length: int,
+def add_up(
+    lanes: Any, refs: dict[str, Any], block: Any, shift: Callable[[Any, Any, Any], Any], p: Plan, length: int | None
 ) -> None:
-    """`out` holds `length` pages of a KV head; with `number` it is a stack of such."""
-    p = plan
+    """The kernel's work: block `block` of `blocks`.
+
+    shift: from a pair of row and KV head, a query row of it and where both are real to the row's bias, as bits.
+    length: of the stack's last axis where "importance" is one.
+    """
     per_tile = p.kv_tile // PAGE
     width = per_tile // PER_LANE  # lanes that share a row
-    warp = (lanes.block * THREADS + lanes.thread) // WARP
     lane = lanes.thread & (WARP - 1)
-    inside = warp < p.batch * p.kv_heads * p.kv_tiles
-    warp = lanes.where(inside, warp, lanes.constant(0))
-    pair, kv_tile = warp // p.kv_tiles, warp % p.kv_tiles
-    (limit,) = lanes.load(lengths, pair // p.kv_heads)
+    per_pair = -(-p.kv_tiles // TILES)
+    pair = block // per_pair
+    kv_tile = (block % per_pair) * TILES + lanes.thread // WARP
+    inside = kv_tile < p.kv_tiles
+    (limit,) = lanes.load(refs["lengths"], pair // p.kv_heads)
     limit = lanes.minimum(limit & ~lanes.sign(limit), lanes.constant(p.entries))
     wanted = inside & (kv_tile * p.kv_tile < limit)  # of the others nothing was written
     first_row, piece = lane // width, lane % width
@@ -106,18 +129,14 @@ def _pages(
         for start in some:
             index = first_row + start
             real = wanted & (index < p.used_rows)
-            if p.queries % p.query_chunk:  # a slab may end in rows that are no query
-                query = index // (p.query_chunk * p.group) * p.query_chunk + index % p.query_chunk
-                real = real & (query < p.queries)
             tile, row = index // p.rows, index % p.rows
             at = ((lanes.wide(pair) * p.tiles + lanes.wide(tile)) * p.kv_tiles + lanes.wide(kv_tile)) * p.rows
             at = at + lanes.wide(row)
-            words = lanes.load(kept, at * (per_tile // 2) + lanes.wide(piece * (PER_LANE // 2)), 4, where=real)
-            (top,) = lanes.load(tops, at, where=real)
-            (shift,) = lanes.load(bias, (pair * p.tiles + tile) * p.rows + row, where=real)
-            loaded.append((words, top, lanes.where(real, shift, nothing)))
-        for words, top, shift in loaded:
-            factor = lanes.exp2(lanes.real(top) + lanes.real(shift))
+            words = lanes.load(refs["pages"], at * (per_tile // 2) + lanes.wide(piece * (PER_LANE // 2)), 4, where=real)
+            (top,) = lanes.load(refs["page_tops"], at, where=real)
+            loaded.append((words, top, lanes.where(real, shift(pair, index, real), nothing)))
+        for words, top, bias in loaded:
+            factor = lanes.exp2(lanes.real(top) + lanes.real(bias))
             numbers = [half for word in words for half in lanes.unpack(word, jnp.dtype(jnp.bfloat16))]
             totals = [total + number * factor for total, number in zip(totals, numbers, strict=True)]
 
@@ -138,11 +157,13 @@ def _pages(
     mine = inside & (lane & (WARP // 8 - width) == 0)
     page = kv_tile * per_tile + page
     place = lanes.wide(pair)
-    if number is not None:
-        (layer,) = lanes.load(number, lanes.constant(0))
-        place = place + lanes.wide(layer) * (p.batch * p.kv_heads)
-    mine = mine & (page < length)
-    lanes.store(out, place * length + lanes.wide(page), [lanes.bits(totals[0])], where=mine)
+    if length is None:
+        length = p.kv_tiles * per_tile
+    else:
+        (number,) = lanes.load(refs["number"], lanes.constant(0))
+        place = place + lanes.wide(number) * (p.batch * p.kv_heads)
+        mine = mine & (page < length)  # the last tile may reach past the stack's end
+    lanes.store(refs["importance"], place * length + lanes.wide(page), [lanes.bits(totals[0])], where=mine)
 
 
 def _either(lanes: Any, condition: Any, a: Any, b: Any) -> Any:

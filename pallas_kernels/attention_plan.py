@@ -6,6 +6,7 @@ See `Plan` for the words used; docs/kernels.md for why the defaults are what the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+LOG2E = math.log2(math.e)
 SMEM_LIMIT = 227 * 1024
 # Besides the tiles: Mosaic's scratch for reductions across warps (2 KB), the barriers and their alignment.
 SMEM_RESERVED = 3 * 1024
@@ -164,6 +166,21 @@ class Plan:
         x = jnp.transpose(x, (0, 3, 1, 4, 2)).reshape(self.batch, self.kv_heads, -1, self.query_chunk)
         pad = self.tiles * self.slabs - self.chunks * self.group
         return jnp.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0)), constant_values=fill).reshape(self.row_shape)
+
+    def row_bias(self, chosen: jax.Array, lse: jax.Array, reduce: str) -> jax.Array:
+        """In row order, from `lse f32[B, T, H]`: a row's weight of an entry is exp2(score + bias), the score to base 2.
+
+        The bias holds its log-sum-exp, its share of the mean, and -inf if it is none of `chosen bool[B, T]`.
+        """
+        bias = self.row_shares(chosen, reduce)[:, :, None] - lse * LOG2E
+        return self.queries_to_rows(jnp.where(lse > -jnp.inf, bias, -jnp.inf), -jnp.inf)
+
+    def row_shares(self, chosen: jax.Array, reduce: str) -> jax.Array:
+        """`f32[B, T]`: what weights of the `chosen bool[B, T]` queries count in `reduce`, to base 2; of others -inf."""
+        each = jnp.zeros((), jnp.float32)
+        if reduce == "mean":
+            each = -jnp.log2((jnp.maximum(jnp.sum(chosen, axis=1), 1) * self.group).astype(jnp.float32))[:, None]
+        return jnp.where(chosen, each, -jnp.inf)
 
     def rows_to_queries(self, x: jax.Array) -> jax.Array:
         """From row order `[B, K, R, rows, ...]` to `[B, T, H, ...]`."""

@@ -12,7 +12,6 @@ own, which arrive one after another, and they take turns at the tensor cores.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,11 +19,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED, Plan, divide, slabs
+from pallas_kernels.attention_plan import LOG2E, PROCESSORS, SMEM_LIMIT, SMEM_RESERVED, Plan, divide, slabs
 
 KERNEL_NAME = "block_attention_importance"
 
-LOG2E = math.log2(math.e)
 TILE = 64  # KV entries of a warpgroup's step
 MAX_TILES = 3  # tiles of query rows held in shared memory at once; more are further launches
 MAX_STAGES = 4
@@ -39,7 +37,7 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
     q `[B, T', H, D]` with the plan's padded queries; lse `f32[B, T, H]` over whatever the weights are normalised by.
     Entries past the length (or prefix length) get 0.
     """
-    bias = row_bias(rows, lse, plan, reduce)
+    bias = plan.row_bias(rows, lse, reduce)
     weight = None
     for first in range(0, plan.tiles, MAX_TILES):
         tiles = range(first, min(plan.tiles, first + MAX_TILES))
@@ -49,23 +47,6 @@ def importance_pass(q, k, lengths, layer, rows, prefix_lengths, lse, plan: Plan,
         else:
             weight = jnp.maximum(weight, more) if reduce == "max" else weight + more
     return weight[:, :, : plan.entries]
-
-
-def row_bias(rows, lse, plan: Plan, reduce: str):
-    """`f32[B, K, R, rows]`: a query row's weight is exp2(score + bias), the score to base 2.
-
-    The bias holds its log-sum-exp, `lse f32[B, T, H]`, its share of the mean, and -inf if it does not count.
-    """
-    bias = row_shares(rows, plan, reduce)[:, :, None] - lse * LOG2E
-    return plan.queries_to_rows(jnp.where(lse > -jnp.inf, bias, -jnp.inf), -jnp.inf)
-
-
-def row_shares(rows, plan: Plan, reduce: str):
-    """`f32[B, T]`: what the weights of a query, of `rows bool[B, T]`, count in `reduce`, to base 2; -inf of others."""
-    each = jnp.zeros((), jnp.float32)
-    if reduce == "mean":
-        each = -jnp.log2((jnp.maximum(jnp.sum(rows, axis=1), 1) * plan.group).astype(jnp.float32))[:, None]
-    return jnp.where(rows, each, -jnp.inf)
 
 
 def _kernel(q, k, lengths, layer, prefix_lengths, bias, tiles: range, p: Plan, scale: float, reduce: str):
