@@ -206,7 +206,8 @@ class Case:
             programs.append((offload.finish, (params, rows, *pools, *how)))
         else:
             assert isinstance(rows.cache, PooledKV)
-            programs.append((offload.fill, (rows.cache.pool, rows.cache.counts, *pools, zero)))
+            host = HostKV(pipeline._host.k[parts[0]], pipeline._host.v[parts[0]])
+            programs.append((offload.fill, (rows.cache.pool, rows.cache.counts, *pools[:-1], host, zero)))
         with ThreadPoolExecutor(len(programs)) as threads:  # lowering holds Python's lock, compiling does not
             made = [threads.submit(f.lower(*arguments, options=options).compile) for f, arguments in programs]
         for program in made:

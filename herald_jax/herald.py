@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_s
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
+from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
 from herald_jax.model import Params
@@ -181,6 +184,35 @@ class Pipeline:
         self.stats.blocks += 1
         return self._turn(rows, held, prefix)
 
+    def prepare(self, rows: Rows) -> tuple[Rows, Callable[[Rows], Rows]]:
+        """What `block` does beside its steps, by itself: for a replay, which makes the steps one by one.
+
+        Args:
+          rows: drafted, and not yet committed.
+
+        Returns:
+          The rows, and what is to be called with them when they have committed: it brings the next block's pool.
+        """
+        rows, queries, prefix = offload.ask(self._params, rows, options=self._options)
+        scored = self._index_scores(queries, prefix)
+        if self._indexed < self._layers:
+            scan = self._scanner.submit(queries[self._indexed :], self._host.k[self._indexed :], prefix)
+            scores, page = scan.parts[0].result().scores, select.scored_page(self._plan)
+            scored += host_select.weigh(scores, prefix, reduce=self._plan.reduce, page=page)
+        held = self._fill(rows, self._held, scored, prefix, first=0)
+        return rows, functools.partial(self._turn, held=held, prefix=prefix)
+
+    def prepare_exactly(self, rows: Rows, *how: Any) -> tuple[Rows, Callable[[Rows], Rows]]:
+        """The same without drafts: a block's own first step, which selects for it (policy, sampling, stops)."""
+        rows = host_prefill.exact_step(self._params, rows, self._host, self._on_device(*how), self._options)
+
+        def behind(rows: Rows) -> Rows:
+            assert isinstance(rows.cache, PooledKV)
+            self._append(rows.cache)
+            return rows
+
+        return rows, behind
+
     def _on_device(self, *how: Any) -> Any:
         """The numbers that every program takes, moved to the device once: each of them would be, with every call."""
         if self._how is None or any(a is not b for a, b in zip(how, self._how[0], strict=True)):
@@ -221,8 +253,10 @@ class Pipeline:
         """Fill `len(scored)` layers of the spare pool from layer `first` on; nothing is left to denoise."""
         cache, where = rows.cache, self._constant(np.int32(first))
         assert isinstance(cache, PooledKV)
+        layers = slice(first, first + len(scored))
+        host = HostKV(self._host.k[layers], self._host.v[layers])
         self._spare, indices, moved = offload.fill(
-            cache.pool, cache.counts, self._spare, scored, prefix, held, self._host, where, options=self._options
+            cache.pool, cache.counts, self._spare, scored, prefix, held, host, where, options=self._options
         )
         self._moved.append(moved)
         return Held(indices, held.resident)

@@ -169,6 +169,17 @@ def draft(
         return ~jnp.all(rows.done | (rows.step == 0) | _pooled(rows).drafted)
 
     rows = _run(one, _begun(rows, options, yes), yes, undrafted)
+    return _asked(params, rows, options)
+
+
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="rows")
+def ask(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
+    """The draft alone, of rows that have been drafted (`note_drafts`) and have not committed: for a replay."""
+    return _asked(params, rows, options)
+
+
+def _asked(params: Params, rows: Rows, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
+    """The draft's forward, and what `draft` returns."""
     plan, contract = _plan(options), options.config.diffusion
     cache = _pooled(rows)
     batch, block = rows.canvas.shape
@@ -239,7 +250,10 @@ def finish(
 def _moves(
     host: HostKV, count: int, every: int, options: LoopOptions
 ) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-    """How `count` of `every` layers' entries are chosen and copied from the current pool, and the others fetched."""
+    """How `count` of `every` layers' entries are chosen and copied from the current pool, and the others fetched.
+
+    `host` has these layers only. What was chosen comes for every layer, what is to be fetched for these.
+    """
     plan = _plan(options)
 
     def choose(
@@ -262,9 +276,9 @@ def _moves(
         near = held_slots(indices, there, counts) if plan.reuse else jnp.full_like(indices, -1)
         far = jnp.where(near >= 0, -1, indices)
         moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
-        # Of the other layers nothing is copied or fetched: whole pools, for a part of one would be a copy.
-        near, far = (put(jnp.full_like(held.indices, -1), x) for x in (near, far))
         if plan.reuse:
+            # Of the other layers nothing is copied: whole pools, for a part of one would be a copy.
+            near = put(jnp.full_like(held.indices, -1), near)
             filled = gather_rows(pool.k, pool.v, near, spare.k, spare.v, implementation=options.implementation)
             spare = DeviceKV(*filled)
         if options.mesh is not None:
@@ -273,9 +287,9 @@ def _moves(
 
     apart = runs_apart(host, options)
 
-    def fetch(spare: jax.Array, far: jax.Array, layers: tuple[jax.Array, ...]) -> jax.Array:
+    def fetch(spare: jax.Array, far: jax.Array, layers: tuple[jax.Array, ...], *first: jax.Array) -> jax.Array:
         how = "mosaic_gpu" if apart else options.implementation
-        return gather_layers(layers, far, spare, implementation=how)
+        return gather_layers(layers, far, spare, *first, implementation=how)
 
     if options.mesh is not None:
         both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
@@ -287,7 +301,8 @@ def _moves(
             choose, in_specs=(both, both, score, P("data"), what, P("data"), P()),
             out_specs=(both, _INDICES, _INDICES, P(None, "data")),
         )  # fmt: skip
-        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers), out_specs=CACHE_SPEC)
+        where = () if count == every else (P(),)
+        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers, *where), out_specs=CACHE_SPEC)
     return choose, fetch
 
 
@@ -310,6 +325,7 @@ def fill(
       pool: the current one, of i32[B] `counts` entries.
       importance: f32[B, K, S] of the layers to fill, which follow each other, of `select.scored_page` entries each.
       held: what `pool` holds; its indices of layers that have been filled may be the next pool's.
+      host: the layers to fill, of the cache.
       first: i32 scalar, which pooled layer is their first.
 
     Returns:
@@ -317,7 +333,8 @@ def fill(
     """
     choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
-    return DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v)), indices, moved
+    where = () if len(importance) == held.indices.shape[0] else (first,)
+    return DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where)), indices, moved
 
 
 def runs_apart(host: HostKV, options: LoopOptions) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "CHUNK_BYTES",
     "DEVICE",
     "HOST",
+    "HOST_LAYERS",
     "GatherConfig",
     "gather_layers",
     "gather_rows",
@@ -55,8 +56,10 @@ class GatherConfig:
 
 # Measured on an H200 (docs/kernels-gather.md): every cut with 256 KiB in flight reads host memory equally fast, so one
 # that occupies few multiprocessors. Four, because the matmuls of a denoising step are 128 programs: beside eight blocks
-# some of them would have to wait for others to end. On the device all from one to eight blocks each are within 5 %.
+# some of them would have to wait for others to end. Layer by layer K and V are a launch each, which run side by side:
+# two blocks each. On the device all from one to eight blocks each are within 5 %.
 HOST = GatherConfig(blocks=4, threads=512, unroll=8, hint="")
+HOST_LAYERS = GatherConfig(blocks=2, threads=1024, unroll=8, hint="")
 DEVICE = GatherConfig(blocks=2 * 132)
 
 
@@ -127,6 +130,7 @@ def gather_layers(
     sources: Sequence[jax.Array],
     indices: jax.Array,
     pool: jax.Array,
+    first: jax.Array | None = None,
     *,
     config: GatherConfig | None = None,
     launch: Any = None,
@@ -142,7 +146,7 @@ def gather_layers(
 
         launch = lanes.launch
     if config is None:
-        config = HOST if host_memory.is_host(sources[0]) else DEVICE
+        config = HOST_LAYERS if host_memory.is_host(sources[0]) else DEVICE
     slots = indices.shape[-1]
     if slots == 0 or math.prod(sources[0].shape) == 0:
         return pool
@@ -159,18 +163,21 @@ def gather_layers(
         "hint": config.hint,
         "source_is_one_layer": True,
         "has_dst": False,
-        "has_layer": False,
+        "has_layer": first is not None,
     }
 
     def kernel(lanes: Any, *memories: Any) -> None:
         _kernel(lanes, *memories, **shape)
 
+    inputs = [*map(host_memory.read_in_place, sources), indices]
+    if first is not None:
+        inputs.append(jnp.asarray(first, jnp.int32).reshape(1))
     [pool] = launch(
         kernel,
         name="gather_layers",
         blocks=config.blocks,
         threads=config.threads,
-        inputs=[*map(host_memory.read_in_place, sources), indices],
+        inputs=inputs,
         updated=[pool],
     )
     return pool

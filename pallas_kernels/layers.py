@@ -18,38 +18,49 @@ __all__ = ["gather_layers", "write_layers"]
 
 
 def gather_layers(
-    sources: Sequence[jax.Array], indices: jax.Array, pool: jax.Array, *, implementation: str | None = None
+    sources: Sequence[jax.Array],
+    indices: jax.Array,
+    pool: jax.Array,
+    first: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
     """:func:`~pallas_kernels.gather_rows.gather_rows` of K or V alone, with a source of one array per layer.
 
     Args:
         sources: L arrays ``[1, B, K, N, D]``, in device or ``pinned_host`` memory, which the kernel reads in place.
         indices: ``i32[L, B, K, P]``; entries outside ``[0, N)`` leave their slot as it was.
-        pool: ``[L, B, K, S, D]`` in device memory, ``S >= P``; in place when donated.
+        pool: ``[L, B, K, S, D]`` in device memory, ``S >= P``; in place when donated. With more layers than there are
+            sources, `first` says where.
+        first: i32 scalar, the pool's layer that the first source fills; the others follow. None: the pool has one layer
+            for each source.
         implementation: ``"xla"``, ``"mosaic_gpu"`` or None.
 
     Raises:
         ValueError: lengths, shapes or dtypes that do not fit together.
         NotImplementedError: ``implementation="mosaic_gpu"`` where that kernel cannot run.
     """
-    _check(sources, pool)
-    if indices.dtype != jnp.int32 or indices.shape[:-1] != pool.shape[:3] or indices.shape[-1] > pool.shape[-2]:
+    _check(sources, pool, some=first is not None)
+    shape = (len(sources), *pool.shape[1:3])
+    if indices.dtype != jnp.int32 or indices.shape[:-1] != shape or indices.shape[-1] > pool.shape[-2]:
         raise ValueError(
-            f"indices must be i32{[*pool.shape[:3], 'P']} with P <= {pool.shape[-2]}, got "
-            f"{indices.dtype}{list(indices.shape)}"
+            f"indices must be i32{[*shape, 'P']} with P <= {pool.shape[-2]}, got {indices.dtype}{list(indices.shape)}"
         )
     if not sources:
         return pool
     chosen = dispatch.select(implementation, lambda: dispatch.gather_rows_missing(sources[0]))
-    return dispatch.run(chosen, gather_kernel.gather_layers, _plain_gather, tuple(sources), indices, pool)
+    return dispatch.run(chosen, gather_kernel.gather_layers, _plain_gather, tuple(sources), indices, pool, first)
 
 
-def _plain_gather(sources: Sequence[jax.Array], indices: jax.Array, pool: jax.Array) -> jax.Array:
+def _plain_gather(
+    sources: Sequence[jax.Array], indices: jax.Array, pool: jax.Array, first: jax.Array | None
+) -> jax.Array:
     """Layer by layer, so that a source in host memory passes through the device one layer at a time."""
-    for layer, source in enumerate(sources):
+    for i, source in enumerate(sources):
+        layer = i if first is None else first + i
         source = host_memory.copy_to_device(source)
-        old = jax.lax.slice_in_dim(pool, layer, layer + 1)
-        new, _ = reference_rows.gather_rows(source, source, indices[layer : layer + 1], old, old)
+        old = jax.lax.dynamic_slice_in_dim(pool, layer, 1)
+        new, _ = reference_rows.gather_rows(source, source, indices[i : i + 1], old, old)
         pool = jax.lax.dynamic_update_slice_in_dim(pool, new, layer, 0)
     return pool
 
@@ -87,9 +98,10 @@ def write_layers(
     return _write_layers(k_block, v_block, positions, tuple(k_cache), tuple(v_cache), mask, chosen=chosen)
 
 
-def _check(layers: Sequence[jax.Array], stack: jax.Array) -> None:
-    if len(layers) != stack.shape[0]:
-        raise ValueError(f"one array per layer was expected, {stack.shape[0]} of them, got {len(layers)}")
+def _check(layers: Sequence[jax.Array], stack: jax.Array, *, some: bool = False) -> None:
+    if len(layers) > stack.shape[0] or (len(layers) != stack.shape[0] and not some):
+        at_most = "at most " if some else ""
+        raise ValueError(f"one array per layer was expected, {at_most}{stack.shape[0]} of them, got {len(layers)}")
     want = (1, *stack.shape[1:3], stack.shape[-1])
     for layer, x in enumerate(layers):
         if x.ndim != 5 or (*x.shape[:3], x.shape[-1]) != want or x.dtype != stack.dtype:

@@ -46,6 +46,19 @@ def test_the_gather_kernel_in_numpy(layers):
     np.testing.assert_array_equal(got, expected_gather(sources, indices, pool))
 
 
+@pytest.mark.parametrize(("first", "count"), [(0, 2), (1, 2), (2, 1)])
+def test_some_layers_of_a_pool_are_filled_and_the_others_left_alone(first, count):
+    sources, indices, pool = case()
+    sources, indices = sources[:count], indices[:count]
+    want = np.array(pool)
+    want[first : first + count] = expected_gather(sources, indices, pool[first : first + count])
+    where = jnp.int32(first)
+    np.testing.assert_array_equal(jax.jit(gather_layers)(sources, indices, pool, where), want)
+    config = gather_kernel.GatherConfig(blocks=3, threads=128, unroll=2)
+    got = gather_kernel.gather_layers(sources, indices, pool, where, config=config, launch=lanes_numpy.launch)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_write_takes_the_caches_over_and_leaves_masked_rows_alone():
     caches, _, _ = case(jnp.float32)
     values, _, _ = case(jnp.float32, seed=1)
@@ -93,11 +106,13 @@ def test_the_write_lowers_its_kernel_once():
     ("change", "message"),
     [
         (lambda s, i, p: (s[:2], i, p), "one array per layer was expected, 3 of them, got 2"),
+        (lambda s, i, p: (s, i, p[:2], jnp.int32(0)), "one array per layer was expected, at most 2 of them, got 3"),
+        (lambda s, i, p: (s[:2], i, p, jnp.int32(1)), r"indices must be i32\[2, 2, 2"),
         (lambda s, i, p: ([s[0], s[1], s[2].astype(jnp.float16)], i, p), "layer 2 is float16"),
         (lambda s, i, p: (s, i[:2], p), "indices must be i32"),
         (lambda s, i, p: (s, jnp.zeros((L, B, K, S + 1), jnp.int32), p), "P <= 24"),
     ],
-    ids=["layers", "dtype", "indices", "capacity"],
+    ids=["layers", "too many", "some indices", "dtype", "indices", "capacity"],
 )
 def test_gather_rejects(change, message):
     with pytest.raises(ValueError, match=message):
