@@ -316,7 +316,12 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("comparing")
     group.add_argument("--budgets", metavar="B,B", help="the plan at each of these budgets; also draws curve.png")
     group.add_argument(
-        "--replay", type=int, default=0, metavar="N", help="samples of each set to replay with forced tokens"
+        "--replay",
+        type=int,
+        default=0,
+        metavar="N",
+        help="samples of each set at which the plan's predictions are compared with dense attention's, step by step "
+        "from the same tokens",
     )
     cli_arguments.add_running(parser)
     parser.set_defaults(max_new_tokens=tasks.ANSWER_TOKENS)
