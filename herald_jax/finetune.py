@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from herald_jax import cli_arguments, lora, sharding, tasks, training
+from herald_jax import cli_arguments, joined_layers, lora, sharding, tasks, training
 from herald_jax.checkpoint import check_destination, load_checkpoint, save_checkpoint
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError, GenerationError, HeraldError
@@ -32,9 +32,6 @@ from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.text import load_tokenizer
 from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
 from herald_jax.train_data import Source, TaskRows, TextRows, Turns
-
-# Above this the copy that scanning over layers makes is not affordable.
-_SCAN_PARAMETERS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +85,7 @@ def block_loss(
     dtype = jnp.dtype(config.dtype)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     head = params["embed"]["embedding"] if config.tie_word_embeddings else params["head"]["kernel"]
-    scan = sum(int(np.prod(spec.shape)) for spec in param_specs(config).values()) < _SCAN_PARAMETERS
-    more: dict[str, Any] = {"adapters": adapters, "alpha": options.lora_alpha, "remat": options.remat, "scan": scan}
+    more: dict[str, Any] = {"adapters": adapters, "alpha": options.lora_alpha, "remat": options.remat}
 
     def states(batch: TrainBatch, **attending: Any) -> jax.Array:
         attend = TrainAttend(
@@ -139,8 +135,9 @@ def make_finetune_step(
 ) -> Callable[..., tuple[training.TrainState, Any]]:
     """`step(state, rows, rate)`: noise the rows by (seed, state.step), take the loss, update.
 
-    `rows` is a dict of "tokens", "maskable" and "at". With `frozen`, the state's tree is LoRA adapters for them. The
-    frozen parameters are an argument of the compiled program, not constants in it.
+    `rows` is a dict of "tokens", "maskable" and "at". With `frozen`, the state's tree is LoRA adapters for them; best
+    with joined layers (`joined_layers.join`), or each step joins a copy. They are an argument of the compiled program,
+    not constants in it.
     """
 
     def advance(
@@ -354,7 +351,7 @@ def _run(args: argparse.Namespace) -> None:
     # Each number is kept on the device once: a name for what was loaded, or for what the state is a copy of, would hold
     # another 6 bytes a parameter to the end.
     loaded, found = found.params, dataclasses.replace(found, params={})
-    frozen = None if args.lora is None else loaded
+    frozen = None if args.lora is None else joined_layers.join(loaded)
     if args.lora is None:
         trained: Any = training.master(loaded, mesh, config)
     else:
@@ -382,7 +379,9 @@ def _run(args: argparse.Namespace) -> None:
         dtype = jnp.dtype(config.dtype)
         params = unflatten({path: leaf.astype(dtype) for path, leaf in flatten(state.trained).items()})
     else:
-        params = lora.merge(frozen, state.trained, alpha=options.lora_alpha)
+        # On the host: of a model that just fits, the device has no room for a second copy.
+        whole = lora.merged(frozen, state.trained, alpha=options.lora_alpha)
+        params = unflatten({path: np.asarray(leaf) for path, leaf in whole})
     provenance = {**found.provenance, "finetuned": {"from": str(args.checkpoint), "command": " ".join(sys.argv[1:])}}
     save_checkpoint(
         args.output, config, params, tokenizer_dir=found.tokenizer_dir, provenance=provenance, force=args.force

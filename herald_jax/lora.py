@@ -8,7 +8,7 @@ them at the end, so that the result is an ordinary checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from flax import nnx
 
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
-from herald_jax.model import Params, flatten, param_specs, unflatten
+from herald_jax.joined_layers import leaves
+from herald_jax.model import Params, param_specs, unflatten
 
 Adapters = dict[str, dict[str, jax.Array]]
 
@@ -58,12 +59,17 @@ def _added(kernel: jax.Array, adapter: Mapping[str, jax.Array], alpha: float) ->
     return (kernel.astype(jnp.float32) + delta.reshape(kernel.shape)).astype(kernel.dtype)
 
 
+def merged(
+    params: Params, adapters: Mapping[str, Mapping[str, jax.Array]], *, alpha: float
+) -> Iterator[tuple[str, jax.Array]]:
+    """Each leaf of `params` (joined layers or not) by its path, with `alpha / rank * a @ b` added in its dtype."""
+    for path, leaf in leaves(params):
+        yield path, _added(leaf, adapters[path], alpha) if path in adapters else leaf
+
+
 def merge(params: Params, adapters: Mapping[str, Mapping[str, jax.Array]], *, alpha: float) -> Params:
-    """`params` with `alpha / rank * a @ b` added to each adapted kernel, in the kernel's dtype."""
-    leaves = flatten(params)
-    for path, adapter in adapters.items():
-        leaves[path] = _added(leaves[path], adapter, alpha)
-    return unflatten(leaves)
+    """All of `merged`, nested."""
+    return unflatten(dict(merged(params, adapters, alpha=alpha)))
 
 
 def merge_layer(state: Any, adapters: Mapping[str, Mapping[str, jax.Array]], *, alpha: float) -> Any:

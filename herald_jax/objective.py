@@ -21,6 +21,7 @@ from flax import nnx
 
 from herald_jax.config import DiffusionContract, ModelConfig
 from herald_jax.errors import ConfigError
+from herald_jax.joined_layers import JOINED
 from herald_jax.lora import Adapters, merge_layer
 from herald_jax.model import Params, bind, rope_angles
 from herald_jax.train_attention import TrainAttend
@@ -178,12 +179,12 @@ def noisy_hidden(
     """Run [x_0 | x_t] and return the hidden states `[B, S, M, E]` of the noisy blocks.
 
     Args:
-      params: in the dtype to compute in (`config.dtype`).
+      params: in the dtype to compute in (`config.dtype`); their layers may be joined (`joined_layers.join`).
       attend: how noisy blocks see the clean ones (`train_attention.TrainAttend`).
       chosen: bool[L, B, S, K, N], the prefix entries that each layer may see, when `attend.mode` is "sparse".
       adapters, alpha: LoRA, merged layer by layer inside what `remat` recomputes.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      scan: compile one layer for all, which copies the parameters once; for models where that copy hurts, False.
+      scan: compile one layer for all, if they are alike; copies the layers' parameters once, unless they are joined.
 
     Returns:
       The hidden states, and the entries that each layer chose when `attend.mode` is "select" (else None).
@@ -191,7 +192,11 @@ def noisy_hidden(
     rows, length = batch.tokens.shape
     holes = config.diffusion.mask_token_id
     assert holes is not None  # `corrupt` and the recipe checked it
-    model = bind(config, params)
+    joined = params["layers"].get(JOINED)
+    if joined is None:
+        model = bind(config, params)
+    else:  # a model of one layer, whose leaves are all layers'
+        model = bind(dataclasses.replace(config, num_layers=1), params | {"layers": {"0": joined}})
     noisy = jnp.where(batch.masked, holes, batch.targets()).reshape(rows, -1)
     blocked = batch.positions.reshape(rows, -1, batch.block_length)
     noisy_positions = jnp.take_along_axis(blocked, batch.at[:, :, None], axis=1).reshape(rows, -1)
@@ -199,24 +204,24 @@ def noisy_hidden(
     positions = jnp.concatenate([batch.positions, noisy_positions], axis=1)
     angles = rope_angles(config.rope, config.head_dim, positions)
     split = [nnx.split(layer) for layer in model.layers]
-    added = [_of_layer(adapters, i) for i in range(len(split))]
+    added = [_of_layer(adapters, i) for i in range(config.num_layers)]
 
     def run(graph: Any, state: Any, added: Any, index: Any, x: jax.Array, chosen: Any) -> tuple[jax.Array, Any]:
         state = merge_layer(state, added, alpha=alpha) if added else state
         return nnx.merge(graph, state)(index, x, angles, attend, chosen)
 
     graph = split[0][0]
-    if scan and all(other == graph for other, _ in split[1:]):
-        stacked, more = (
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts) for parts in ([s for _, s in split], added)
-        )
+    if joined is not None or (scan and all(other == graph for other, _ in split[1:])):
+        stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
+        stacked = split[0][1] if joined is not None else stack(*(state for _, state in split))
+        more = stack(*added)
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             state, added, index, chosen = layer
             return run(graph, state, added, index, x, chosen)
 
         step = jax.checkpoint(body) if remat else body
-        x, choices = jax.lax.scan(step, x, (stacked, more, jnp.arange(len(split)), chosen))
+        x, choices = jax.lax.scan(step, x, (stacked, more, jnp.arange(config.num_layers), chosen))
     else:
         made = []
         for i, (graph, state) in enumerate(split):

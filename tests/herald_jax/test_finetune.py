@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import lora, train_attention, training
+from herald_jax import joined_layers, lora, train_attention, training
 from herald_jax.cache import DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
@@ -308,6 +308,17 @@ def test_adapters_begin_as_nothing_and_merge_as_they_were_trained() -> None:
     np.testing.assert_allclose(loss(moved), nll(config, merged, batch)[0], rtol=1e-5)
     unchanged = [p for p in flatten(params) if p not in adapters]
     assert all((flatten(merged)[p] == flatten(params)[p]).all() for p in unchanged)
+    # Frozen weights with joined layers are the same weights, and the arrays that they were made of are gone.
+    copied = jax.tree.map(jnp.copy, params)
+    joined = joined_layers.join(copied)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copied["layers"]))
+    joined_loss = jax.jit(lambda p, a: block_loss(config, p, batch, options, adapters=a)[0])
+    np.testing.assert_allclose(joined_loss(joined, moved), loss(moved), rtol=1e-6)
+    again = lora.merge(joined, moved, alpha=6.0)
+    assert flatten(again).keys() == flatten(merged).keys()
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+    params["layers"]["0"]["more"] = jnp.zeros(1)
+    assert joined_layers.join(params) is params  # layers that differ stay apart
     with pytest.raises(ConfigError, match="rank is 0"):
         lora.init_adapters(config, 0, jax.random.key(0))
 
