@@ -35,7 +35,7 @@ from herald_jax.model import Params, param_specs, unflatten
 from herald_jax.plans import Plan
 
 BLOCKS = 9
-PAIRS = 7
+PAIRS = 7  # 3 of a plan whose first step is like any other
 FULL = 3  # runs of one block in as many steps as it has positions
 GREEDY = Sampling.of(0.0, 0, 1.0)
 NO_STOPS = np.array([-1], np.int32)
@@ -204,7 +204,7 @@ def measure_contexts(
     found = {}
     for context in contexts:
         taken: dict[str, list[Taken]] = {name: [] for name in runs}
-        for name in _order():
+        for name in _order(PAIRS if isinstance(plan, Mage) else 3):
             blocks, arguments = runs[name]
             rows = rewind(rows, np.int32(context), np.int32(blocks), seeded=config.diffusion.seeded)
             jax.block_until_ready(rows)
@@ -217,10 +217,10 @@ def measure_contexts(
     return found
 
 
-def _order() -> Iterator[str]:
+def _order(pairs: int) -> Iterator[str]:
     """The runs of a context by name: one to begin with, then the pairs, this way round and that, between full ones."""
     yield "one"
-    for i in range(PAIRS):
+    for i in range(pairs):
         yield from ("one", "several") if i % 2 == 0 else ("several", "one")
         if i < FULL:
             yield "full"
