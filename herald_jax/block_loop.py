@@ -80,13 +80,18 @@ Phase = Literal["dense", "select", "sparse"]
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """What the loop is compiled for."""
+    """What the loop is compiled for.
+
+    Attributes:
+      spared: multiprocessors of a GPU that a step leaves to what runs beside it.
+    """
 
     config: ModelConfig
     mesh: Mesh | None = None
     block_cache: bool = False
     implementation: str | None = None
     plan: Plan = dataclasses.field(default_factory=Dense)
+    spared: int = 0
 
 
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("cache",))
@@ -231,7 +236,9 @@ def step(
             cache = mage_steps.commit(cache, rows.length, committing, block, options.mesh, options.implementation)
         cache = mage_steps.keep(cache, options.plan, committing, block)
     if isinstance(cache, PooledKV):
-        cache = pooled.after_step(cache, prediction.token, rows.length, committing, options.mesh)
+        cache = pooled.after_step(
+            cache, prediction.token, rows.length, committing, options.mesh, options.implementation
+        )
     reveal = policy(
         eligible=eligible,
         confidence=prediction.confidence,
@@ -300,6 +307,11 @@ def _forward(
         if isinstance(options.plan, Mage):
             # A committing row has no mask to ask for; if it selects (the oracle does), its whole block asks.
             asking = (~rows.known | jnp.all(rows.known, axis=1, keepdims=True)) & active[:, None]
+            if phase == "sparse" and options.plan.query == "all":
+                # To be measured only, as the paper does it: by the block's queries, those of all positions that chose.
+                index = jnp.arange(block)[None, :]
+                began = (rows.length[:, None] + index >= rows.prompt_length[:, None]) & (index >= int(contract.seeded))
+                asking = began & active[:, None]
             cache, same = mage_steps.unchanged(cache, inputs, phase == "select")
             attend = MageAttend(
                 rows.length,
@@ -327,7 +339,8 @@ def _forward(
         greedy = None if sampling.greedy or size != block else _greedy_seed(options, (batch, size))
         # Over a mesh the head is split, by vocabulary or not, and XLA's.
         head = "xla" if options.mesh is not None or options.implementation == "xla" else None
-        return predict(hidden, model.head_kernel(), sampling, keys, greedy, implementation=head), cache
+        found = predict(hidden, model.head_kernel(), sampling, keys, greedy, implementation=head, spared=options.spared)
+        return found, cache
 
     zero = jnp.zeros_like(window)
     if not options.block_cache:

@@ -86,9 +86,10 @@ def _predict_rows(
     kernel: jax.Array,
     sampling: Sampling,
     implementation: str | None,
+    spared: int,
 ) -> Prediction:
     if sampling.greedy or keys is None:
-        found = head_statistics(hidden, kernel, implementation=implementation)
+        found = head_statistics(hidden, kernel, implementation=implementation, spared=spared)
         entropy = jnp.log(found.total) - found.weighted / found.total
         return Prediction(found.token, 1 / found.total, entropy)  # the largest logit's own weight is exp(0)
     precision = "highest" if kernel.dtype == jnp.float32 else None
@@ -110,17 +111,20 @@ def predict(
     greedy: jax.Array | None = None,
     *,
     implementation: str | None = "xla",
+    spared: int = 0,
 ) -> Prediction:
     """Run the vocabulary head `kernel` [V, E] over `hidden` [B, T, E]; every field of the result is `[B, T]`.
 
     `keys` are typed PRNG keys `[B, T]` (None: greedy), `greedy` bool[B, T] as in `draw`. At most HEAD_ROWS rows of
-    float32 logits exist at a time, and none where greedy sampling has a kernel: `implementation` is
+    float32 logits exist at a time, and none where greedy sampling has a kernel: `implementation` and `spared` are
     `head_statistics`', None on one device only. A NaN among a row's logits makes its confidence NaN.
     """
     batch, length, _ = hidden.shape
     rows = batch * length
     parts: tuple[Any, ...] = jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), (hidden, keys, greedy))
-    predict_rows = functools.partial(_predict_rows, kernel=kernel, sampling=sampling, implementation=implementation)
+    predict_rows = functools.partial(
+        _predict_rows, kernel=kernel, sampling=sampling, implementation=implementation, spared=spared
+    )
 
     def some(index: jax.Array) -> Prediction:
         hidden, keys, greedy = jax.tree.map(lambda x: x[index], parts)

@@ -30,7 +30,7 @@ from herald_jax.model import Params, bind
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
 from pallas_kernels import dispatch, gather_rows
-from pallas_kernels.layers import gather_layers
+from pallas_kernels.layers import FETCHING, gather_layers
 
 # How XLA is to compile a program with a loop of steps: all of it as one CUDA graph, the loop included. Left to itself
 # it makes a graph of the loop's body only: the host launches that anew for each step when it has seen that there is
@@ -240,7 +240,9 @@ def finish(
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
     rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
-    fetch = _on_second_stream(fetch) if runs_apart(host, options) else fetch
+    if runs_apart(host, options):
+        fetch = _on_second_stream(fetch)
+        options = dataclasses.replace(options, spared=FETCHING)
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))

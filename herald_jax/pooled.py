@@ -21,7 +21,7 @@ from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.config import DiffusionContract, ModelConfig
 from herald_jax.plans import Herald
 from herald_jax.select import selected_capacity
-from pallas_kernels import block_attention
+from pallas_kernels import block_attention, gather_rows
 from pallas_kernels.fused_rows import Destination, write_kv
 
 QUERY_SPEC = P(None, "data", "model", None, None)
@@ -220,17 +220,21 @@ class PooledAttend:
 
 
 def after_step(
-    cache: PooledKV, guess: jax.Array, start: jax.Array, committing: jax.Array, mesh: Mesh | None
+    cache: PooledKV,
+    guess: jax.Array,
+    start: jax.Array,
+    committing: jax.Array,
+    mesh: Mesh | None,
+    implementation: str | None = None,
 ) -> PooledKV:
     """After a denoising forward: remember the predictions, and the finished block's K and V of `committing` rows."""
 
     def local(pool: DeviceKV, outbox: DeviceKV, counts: jax.Array, committing: jax.Array) -> DeviceKV:
-        def taken(x: jax.Array, old: jax.Array) -> jax.Array:
-            one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=old.shape[3], axis=1)
-            new = jax.vmap(jax.vmap(one), (0, None))(x, counts)
-            return jnp.where(committing.reshape(1, -1, 1, 1, 1), new, old)
-
-        return DeviceKV(taken(pool.k, outbox.k), taken(pool.v, outbox.v))
+        # In one launch, which does nothing where nothing is committed: most steps.
+        token = jax.lax.broadcasted_iota(jnp.int32, outbox.k.shape[:-1], 3)
+        first, now = (x.reshape(1, -1, 1, 1) for x in (counts, committing))
+        rows = jnp.where(now, first + token, -1)
+        return DeviceKV(*gather_rows(pool.k, pool.v, rows, outbox.k, outbox.v, implementation=implementation))
 
     if mesh is not None:
         both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.fused_rows import add_norm, project_heads
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
-# Of a mixture of experts, whose steps stay bound by memory for longer. Prefill goes by more rows at a time.
+# As many as a HERALD draft of sixteen blocks. Prefill goes by more rows at a time, and what lies between its matmuls is
+# little beside them.
 _MOST_ROWS = 1024
 
 
@@ -51,7 +52,7 @@ def _missing(config: ModelConfig, rows: int) -> str | None:
     if not (c.moe is not None and all(c.is_moe_layer(i) for i in range(c.num_layers))):
         weights += [of((c.hidden_size, 2, c.intermediate_size)), of((c.intermediate_size, c.hidden_size))]
     reasons = [dispatch.stream_matmul_missing(of((rows, w.shape[0])), w) for w in weights]
-    if c.moe is not None and 256 < rows <= _MOST_ROWS:
+    if 256 < rows <= _MOST_ROWS:
         reasons = []  # matmuls are XLA's, and what lies between them is still worth its kernels
     reasons += [
         dispatch.project_heads_missing(None, c.dtype, c.head_dim, rotated),

@@ -34,11 +34,13 @@ class HeadStatistics(NamedTuple):
 
 
 def head_statistics(
-    x: jax.Array, w: jax.Array, *, implementation: str | None = None, config: Any = None
+    x: jax.Array, w: jax.Array, *, implementation: str | None = None, config: Any = None, spared: int = 0
 ) -> HeadStatistics:
     """Statistics of the logits `x [T, E] @ w [V, E].T`, accumulated in float32.
 
-    `implementation`, `config`: as `stream_matmul`'s (`head_mosaic.HeadConfig`).
+    `implementation`, `config`: as `stream_matmul`'s (`head_mosaic.HeadConfig`). `spared`: multiprocessors to leave to
+    a kernel that runs beside this one. (Where one of its programs has to wait for another to end, it takes twice the
+    time.)
 
     Raises:
       ValueError: shapes that do not fit.
@@ -52,7 +54,7 @@ def head_statistics(
     from pallas_kernels import head_mosaic  # Mosaic GPU is imported only where a kernel is built
 
     if config is None:
-        config = head_mosaic.make_config(x.shape[0])
+        config = head_mosaic.make_config(x.shape[0], spared)
     return dispatch.run(chosen, functools.partial(_by_kernel, config=config), _plain, x, w)
 
 

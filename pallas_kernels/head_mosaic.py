@@ -53,11 +53,11 @@ def smem_bytes(tokens: int, config: HeadConfig) -> int:
     return config.stages * config.pieces * DEPTH * 2 * (WORDS * config.groups + rows * tiles) + SMEM_RESERVED
 
 
-def make_config(tokens: int) -> HeadConfig:
-    """What was fastest on an H200, see docs/kernels-matmul.md."""
+def make_config(tokens: int, spared: int = 0) -> HeadConfig:
+    """What was fastest on an H200, see docs/kernels-matmul.md, on all multiprocessors but `spared` ones."""
     if tokens <= 64:
-        return HeadConfig(PROCESSORS, 1, 1, 8)
-    return HeadConfig(PROCESSORS, 2 if tokens <= 128 else 1, 1, 4)
+        return HeadConfig(PROCESSORS - spared, 1, 1, 8)
+    return HeadConfig(PROCESSORS - spared, 2 if tokens <= 128 else 1, 1, 4)
 
 
 def statistics(x: jax.Array, w: jax.Array, *, config: HeadConfig) -> tuple[jax.Array, ...]:

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, gather_kernel, host_memory, reference_rows
 
-__all__ = ["gather_layers", "write_layers"]
+__all__ = ["FETCHING", "gather_layers", "write_layers"]
+
+# Multiprocessors that K's and V's gathers from host memory occupy, side by side.
+FETCHING = 2 * gather_kernel.HOST_LAYERS.blocks
 
 
 def gather_layers(

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.head import HeadStatistics, head_statistics
+from pallas_kernels.layers import FETCHING
 from tests.pallas_kernels.test_stream_matmul import HALF, OF, lower_for_h100, needs_mosaic
 
 
@@ -81,6 +82,10 @@ def test_lowers_for_an_h100(tokens):
     kernel_form = text[text.index("custom_call @mosaic_gpu") :]
     rows = -(-tokens // 64) * 64  # whole tiles
     assert f"tensor<264x{rows}xf32>" in kernel_form or f"tensor<132x{rows}xf32>" in kernel_form
+    # And beside a fetch from host memory.
+    beside = functools.partial(head_statistics, spared=FETCHING)
+    text = lower_for_h100(beside, OF((tokens, 4096), HALF), OF((151936, 4096), HALF))
+    assert f"tensor<256x{rows}xf32>" in text or f"tensor<128x{rows}xf32>" in text
 
 
 # One tile of tokens that they do not fill, two of 64 rows, two of 128; words that fill no program, and fewer than there
