@@ -179,7 +179,6 @@ def _forward(q, k, v, lengths, layer, query, prefix_lengths, plan: Plan, scale: 
             "v_ready": plgpu.Barrier(num_barriers=p.stages),
             "k_free": plgpu.Barrier(num_arrivals=p.warpgroups, num_barriers=p.stages),
             "v_free": plgpu.Barrier(num_arrivals=p.warpgroups, num_barriers=p.stages),
-            "turn": plgpu.Barrier(num_arrivals=p.warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=KERNEL_NAME,
@@ -296,8 +295,7 @@ def _softmax_loop(entries: _Range, keep_weights, keep_pages, wg, scratch, p: Pla
 
     def take_turn():
         if p.ping_pong:
-            plgpu.barrier_arrive(scratch["turn"])
-            plgpu.barrier_wait(scratch["turn"])
+            mosaic_inline.meet()
 
     def step(index, carry, masked):
         acc, top, total, prefix_total = carry

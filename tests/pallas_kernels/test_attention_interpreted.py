@@ -70,6 +70,7 @@ def interpreted(monkeypatch):
 
     monkeypatch.setattr(mosaic_inline, "store_page_sums", store_page_sums)
     monkeypatch.setattr(mosaic_inline, "computed_here", lambda never, *arrays: None)  # only tells when
+    monkeypatch.setattr(mosaic_inline, "meet", lambda: None)  # likewise
     monkeypatch.setattr(mosaic_inline, "store_rows", store_rows)
     monkeypatch.setattr(mosaic_inline, "store_rows_wide", store_rows_wide)
     monkeypatch.setattr(lanes, "launch", lanes_numpy.launch)
