@@ -16,7 +16,8 @@ where it stopped. For a small model compiling is most of the time: caches have o
 plan is one program, and the plans of a batch run side by side, in threads (`--workers`, from one prefill) and in
 processes (`--processes`). With processes each plan rests on as many samples as it has answered in time, the baselines
 that are far behind on one round; differences are always of the same samples. `--margins` then adds samples where they
-decide most: MAGE and Quest alone, at 5 and 10 % (`accuracy_margins`).
+decide most: MAGE and Quest alone, at 5 and 10 % (`accuracy_margins`). `--recall` measures what attending exactly beside
+every step tells about the first step's set.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import herald_jax
 from benchmarks import accuracy_margins, accuracy_parts, common
 from benchmarks.accuracy_rows import (
     CERTAIN,
+    RECALLED,
     Table,
     ablation_rows,
     ablation_shares,
@@ -48,6 +50,7 @@ from benchmarks.accuracy_rows import (
     mage,
     name_of,
     plans,
+    recall_rows,
     shares,
     threshold_rows,
 )
@@ -83,14 +86,15 @@ def main() -> None:
     )  # fmt: skip
     what.add_argument("--finetuned", metavar="CHECKPOINT", help="only what this, MAGE fine-tuned, gains at 2 %%")
     what.add_argument("--ar-limit", action="store_true", help="only the needle at block length 1")
+    what.add_argument("--recall", action="store_true", help="only the selection's recall; the other rows stay")
     what.add_argument("--margins", action="store_true", help="only MAGE's margin over Quest; the other rows stay")
     parser.add_argument("--budgets", default="0.05", help="of the ablation (default %(default)s)")
     parser.add_argument("--cases", help="of the ablation, by name and separated by semicolons (default: all)")
     parser.add_argument("--work", type=Path, help="where answers are kept, to go on later (default: nowhere)")
     common.output_option(parser)
     options = parser.parse_args()
-    if options.processes > 1 and options.ar_limit:
-        parser.error("--processes does not go with --ar-limit")
+    if options.processes > 1 and (options.ar_limit or options.recall):
+        parser.error("--processes does not go with --ar-limit or --recall")
     if (options.processes > 1 or options.margins) and options.work is None:
         parser.error("--processes and --margins go with --work")
     if (options.processes > 1 or options.margins) and options.part is None:
@@ -108,6 +112,8 @@ def main() -> None:
             rows = run_ablation(options, lengths, work, until)
         elif options.finetuned:
             rows = run_finetuned(options, lengths, work, until)
+        elif options.recall:
+            rows = run_recall(options, lengths, work, until)
         elif options.ar_limit:
             rows = run_ar_limit(options, lengths, work, until)
         else:
@@ -348,6 +354,17 @@ def answer_finetuned(
         time.sleep(0.5)
     options = argparse.Namespace(**vars(options) | {"samples": samples})
     return untuned, run_rounds(options, options.finetuned, finetuned_plans(), lengths, after, None)[0]
+
+
+def run_recall(
+    options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
+) -> list[dict[str, Any]]:
+    """Recall of the first step's set, at 5 % with the default pages and for the paper's numbers of single entries."""
+    chosen = list(RECALLED.values())
+    table, _ = run_rounds(options, options.checkpoint, chosen, lengths, work / "recall", until)
+    rows = recall_rows(table, lengths)
+    common.write_results("accuracy", rows, folder=options.out, by_id=True)
+    return rows
 
 
 def run_ar_limit(

@@ -55,8 +55,9 @@ class Mage:
         8, but 16 for "quest", whose pages are its own, and 1 for the other baselines and "layer_adaptive".
       reselect_layers: layers at which "tidal" selects anew; None selects once, at the first sparse layer.
       measure: attend exactly beside every sparse step too, and report how good the selection still was: recall of
-        that step's exact top entries, and the share of the prefix's attention kept. Tokens do not change; time does.
-        Not for "oracle", which has no earlier selection to judge.
+        that step's exact top entries, and the share of the prefix's attention kept, both by the queries of all that
+        were masks when the block began (the paper's; with another `query`, of the mask that it names). Tokens do not
+        change; time does. Not for "oracle", which has no earlier selection to judge.
       layer_spread: "layer_adaptive" only: no layer gets more than this many times the budget (ours: the pool has a
         static size). Where no layer wants more, the budgets are exactly the paper's.
     """

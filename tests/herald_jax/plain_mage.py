@@ -136,6 +136,7 @@ def decode(
         known_prompt = []
         if contract.seeded and canvas[0] is None:
             canvas[0] = seed
+        began = [i for i in range(size) if canvas[i] is None]
         everything = np.zeros((config.num_layers, heads, WIDTH), bool)
         everything[:, :, :start] = True
         visible, step = everything, 0
@@ -158,9 +159,10 @@ def decode(
             logits, cache = _block_pass(config, model.params, ids, np.int32(start), kept, mask, rest)
             masked = [i for i in range(size) if canvas[i] is None]
             if masked and not exact and quality is not None and plan.entries(start) < start:
+                judging = began if plan.query == "all" else masked
                 for layer in range(plan.dense_layers, config.num_layers):
-                    shares = _shares(plan, np.asarray(cache[layer][2]), masked, start)
-                    wanted = _choose(plan, np.asarray(cache[layer][2]), masked, start)
+                    shares = _shares(plan, np.asarray(cache[layer][2]), judging, start)
+                    wanted = _choose(plan, np.asarray(cache[layer][2]), judging, start)
                     for head in range(heads):
                         have = set(np.flatnonzero(visible[layer, head]).tolist())
                         mass = shares[head][sorted(have)].sum() / shares[head].sum()

@@ -195,9 +195,10 @@ def test_pool_holds_the_chosen_rows_bit_for_bit():
 
 
 @pytest.mark.once
-def test_recall_and_kept_mass_are_the_plain_ones():
+@pytest.mark.parametrize(("form", "query"), [("sdar", "all"), ("sdar", "center"), ("fast_dllm", "all")])
+def test_recall_and_kept_mass_are_the_plain_ones(form, query):
     """Measured beside the sparse steps, on one device and on a mesh, without changing a token."""
-    config, plan = FORMS["sdar"], Mage(5, dense_layers=1, min_budget=0, query="center")
+    config, plan = FORMS[form], Mage(5, dense_layers=1, min_budget=0, query=query)
     model, prompts = tiny.model(config), tiny.prompts((18, 33))
     unmeasured = herald_jax.generate(model, prompts, REQUEST, plan)
     assert unmeasured.stats.recall is None
