@@ -8,7 +8,7 @@ blocks.
 Every case is measured with the scan on the CPU and with the index on the device; rows that do not name a selector take
 the faster one of each case and say which.
 
-What is exposed of a block is its time less that of its own steps and draft, each timed alone.
+What is exposed of a block is its time less that of its own steps and draft, timed without all that happens beside them.
 
 The parts can be run apart, each with an `--out` of its own; `--merge FILES` joins what they wrote, and
 `benchmarks.herald_plot` draws it. A case that the host may have no room for is left out: the others are measured, and
