@@ -51,6 +51,7 @@ from benchmarks.accuracy_rows import (
     name_of,
     plans,
     recall_rows,
+    replays,
     shares,
     threshold_rows,
 )
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256, help="of each task and length, at most (default 256)")
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a round (default 64)")
     parser.add_argument("--minutes", type=float, help="begin no round that would not end in time (default: do all)")
-    parser.add_argument("--replays", type=int, default=2, help="of each task and length, MAGE at 5 %% (default 2)")
+    parser.add_argument("--replays", type=int, default=2, help="of each task and length, at 5 %% (default 2)")
     parser.add_argument("--workers", type=int, help="plans that run side by side (default: 8 with a GPU, else 2)")
     parser.add_argument(
         "--processes", type=int, default=1, help="that share the plans; with --finetuned, the lengths (default 1)"
@@ -123,8 +124,9 @@ def main() -> None:
                 return write(options, "accuracy", accuracy_rows(table, chosen, lengths))
 
             table, _ = run_rounds(
-                options, options.checkpoint, chosen, lengths, work / "accuracy", until, report, replayed=[mage(0.05)]
-            )
+                options, options.checkpoint, chosen, lengths, work / "accuracy", until, report,
+                replayed=replays(herald=options.herald),
+            )  # fmt: skip
             report(table)
             few = argparse.Namespace(**vars(options) | {"samples": min(options.samples, options.batch_size)})
             certain, _ = run_rounds(
@@ -216,7 +218,8 @@ def answer_part(options: argparse.Namespace, lengths: list[int], work: Path, unt
         few.samples = options.replays
         if few.samples:
             where = accuracy_parts.folder(work / "accuracy", part)
-            run_rounds(few, options.checkpoint, [Dense()], lengths, where, None, replayed=[mage(0.05)])
+            again = replays(herald=options.herald)
+            run_rounds(few, options.checkpoint, [Dense()], lengths, where, None, replayed=again)
 
 
 def settings_of(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:

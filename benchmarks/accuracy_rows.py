@@ -62,6 +62,12 @@ def plans(*, herald: bool) -> list[Plan]:
     return found
 
 
+def replays(*, herald: bool) -> list[Plan]:
+    """What is also replayed with the dense plan's tokens forced."""
+    found: list[Plan] = [mage(0.05)]
+    return [*found, Herald(budget=0.05, min_budget=1)] if herald else found
+
+
 def shares(chosen: Sequence[Plan], processes: int) -> list[tuple[list[Plan], bool]]:
     """The plans of each process, and whether it answers all samples or one round.
 
@@ -239,9 +245,13 @@ def accuracy_rows(table: Table, chosen: list[Plan], lengths: list[int]) -> list[
     sets = [f"{task}/{length}" for task in TASKS for length in lengths]
     drops = {name_of(n): 100 * table.score(five, f"common_words/{n}")["drop"] for n in lengths}
     add("mage/5/aggregation/drop", max(drops.values()), "points", drops)
-    replays = {name: row["replay_agreement"] for name in sets if "replay_agreement" in (row := table.score(five, name))}
-    if replays:
-        add("mage/5/replay_agreement", 100 * sum(replays.values()) / len(replays), "%", {"by_task": replays})
+    for plan in replays(herald=any(isinstance(plan, Herald) for plan in chosen)):
+        agreed = {
+            name: row["replay_agreement"] for name in sets if "replay_agreement" in (row := table.score(plan, name))
+        }
+        if agreed:
+            id = f"{type(plan).__name__.lower()}/5/replay_agreement"
+            add(id, 100 * sum(agreed.values()) / len(agreed), "%", {"by_task": agreed})
     return rows + recall_rows(table, lengths)
 
 
