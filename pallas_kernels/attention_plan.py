@@ -20,11 +20,6 @@ SMEM_LIMIT = 227 * 1024
 # Besides the tiles: Mosaic's scratch for reductions across warps (2 KB), the barriers and their alignment.
 SMEM_RESERVED = 3 * 1024
 PAGE = 8  # entries whose weights a kernel that keeps them by page adds up: those that a quad of threads holds
-# How it keeps such a sum, which is at most PAGE: as 5 bits of exponent and 3 of mantissa. Code c is
-# 2 ** (c // 8 - 28) * (1 + c % 8 / 8), below 8 nothing. What is wanted of them is a mean over rows, in which the errors
-# of single ones (1/16 at most) cancel; bfloat16 is twice the bytes to write and to read. False: bfloat16.
-CODES = False
-LEAST_EXPONENT = 99  # of a code, as float32 counts exponents
 PROCESSORS = 132  # multiprocessors of an H100 or H200 (SXM); fewer only makes the last wave less full
 
 
@@ -59,7 +54,6 @@ class Plan:
 
     keep_weights: the kernel stores the weights of one query per row of the batch (importance of one query).
     keep_pages: the kernel stores the weights of every query row, summed over PAGE entries (importance by page).
-    codes: it stores these sums as codes of a byte.
     prefix_sums: the kernel also returns the log-sum-exp over the prefix alone.
     """
 
@@ -80,7 +74,6 @@ class Plan:
     keep_weights: bool = False
     keep_pages: bool = False
     prefix_sums: bool = False
-    codes: bool = CODES
 
     @property
     def rows(self) -> int:
@@ -202,8 +195,9 @@ class Plan:
 def slabs(plan: Plan, batch, head, tile, warpgroup) -> Iterator[tuple[Any, tuple, Any]]:
     """The slabs of a warpgroup's 64 rows of a tile, inside a kernel, all but the plan traced i32 scalars.
 
-    For each: its rows among the 64, its index into q or out `[B, T, H, D]`, and whether any of it exists (if not, the
-    index is another slab's, so that reading is harmless). A slab longer than 64 comes as its part.
+    For each: its rows among the 64, its index into q or out `[B, T, H, D]`, and whether any of it exists. If not, the
+    index is behind the queries, from where copies read zeros: a card at the end of its power runs slower for what is
+    computed of other numbers. A slab longer than 64 comes as its part.
     """
     size = min(plan.query_chunk, 64)
     count = plan.chunks * plan.group
@@ -211,7 +205,7 @@ def slabs(plan: Plan, batch, head, tile, warpgroup) -> Iterator[tuple[Any, tuple
         number, offset = divide(warpgroup * 64 + i * size, plan.query_chunk)
         slab = tile * plan.slabs + number
         chunk, member = divide(jnp.minimum(slab, count - 1), plan.group)
-        start = chunk * plan.query_chunk + offset
+        start = jnp.where(slab < count, chunk * plan.query_chunk + offset, plan.padded_queries)
         where = (batch, pl.ds(start, size), head * plan.group + member)
         yield pl.ds(i * size, size), where, (slab < count) & (start < plan.queries)
 
@@ -268,7 +262,6 @@ def make_plan(
         keep_weights=keep_weights,
         keep_pages=keep_pages,
         prefix_sums=prefix_sums,
-        codes=CODES,
     )
     splits = config.splits or _splits(plan)
     plan = dataclasses.replace(plan, splits=splits)
