@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_plan import LEAST_EXPONENT, PAGE, Plan
+from pallas_kernels.attention_plan import PAGE, Plan
 from pallas_kernels.warps import WARP
 
 KERNEL_NAME = "block_attention_pages"
 
 THREADS = 128
 TILES = THREADS // WARP  # of entries, to a block
+PER_LANE = 8  # page sums of 16 bytes
 AT_ONCE = 8  # rows of which a lane asks for sums at once
 
 
@@ -109,9 +110,7 @@ def add_up(
     length: of the stack's last axis where "importance" is one.
     """
     per_tile = p.kv_tile // PAGE
-    per_word = 4 if p.codes else 2
-    per_lane = min(4 * per_word, per_tile)  # page sums: of 16 bytes, if the row has as many
-    width = per_tile // per_lane  # lanes that share a row
+    width = per_tile // PER_LANE  # lanes that share a row
     lane = lanes.thread & (WARP - 1)
     per_pair = -(-p.kv_tiles // TILES)
     pair = block // per_pair
@@ -123,7 +122,7 @@ def add_up(
     first_row, piece = lane // width, lane % width
     nothing = lanes.constant(0xFF800000)  # -inf
 
-    totals = [lanes.real(lanes.constant(0))] * per_lane
+    totals = [lanes.real(lanes.constant(0))] * PER_LANE
     starts = list(range(0, p.used_rows, WARP // width))
     for some in (starts[i : i + AT_ONCE] for i in range(0, len(starts), AT_ONCE)):
         loaded = []
@@ -133,19 +132,16 @@ def add_up(
             tile, row = index // p.rows, index % p.rows
             at = ((lanes.wide(pair) * p.tiles + lanes.wide(tile)) * p.kv_tiles + lanes.wide(kv_tile)) * p.rows
             at = at + lanes.wide(row)
-            held = per_lane // per_word
-            place = at * (per_tile // per_word) + lanes.wide(piece * held)
-            words = lanes.load(refs["pages"], place, held, where=real)
+            words = lanes.load(refs["pages"], at * (per_tile // 2) + lanes.wide(piece * (PER_LANE // 2)), 4, where=real)
             (top,) = lanes.load(refs["page_tops"], at, where=real)
             loaded.append((words, top, lanes.where(real, shift(pair, index, real), nothing)))
         for words, top, bias in loaded:
-            # Codes are float32 numbers with too small an exponent: the factor makes up for it.
-            factor = lanes.exp2(lanes.real(top) + lanes.real(bias) + float(LEAST_EXPONENT if p.codes else 0))
-            numbers = [number for word in words for number in _numbers(lanes, word, p)]
+            factor = lanes.exp2(lanes.real(top) + lanes.real(bias))
+            numbers = [half for word in words for half in lanes.unpack(word, jnp.dtype(jnp.bfloat16))]
             totals = [total + number * factor for total, number in zip(totals, numbers, strict=True)]
 
     # Over the lanes that have the same pages: each time half of the sums go away and half stay, until one is left.
-    distance, page = WARP // 2, piece * per_lane
+    distance, page = WARP // 2, piece * PER_LANE
     while distance >= width:
         if len(totals) > 1:
             count = len(totals) // 2
@@ -158,7 +154,7 @@ def add_up(
             totals = [_exchanged(lanes, totals[0], totals[0], lane ^ distance)]
         distance //= 2
     # What the last steps added up, several lanes have.
-    mine = inside & (lane & (WARP // per_lane - width) == 0)
+    mine = inside & (lane & (WARP // 8 - width) == 0)
     page = kv_tile * per_tile + page
     place = lanes.wide(pair)
     if length is None:
@@ -168,14 +164,6 @@ def add_up(
         place = place + lanes.wide(number) * (p.batch * p.kv_heads)
         mine = mine & (page < length)  # the last tile may reach past the stack's end
     lanes.store(refs["importance"], place * length + lanes.wide(page), [lanes.bits(totals[0])], where=mine)
-
-
-def _numbers(lanes: Any, word: Any, p: Plan) -> tuple[Any, ...]:
-    """The sums in a word."""
-    if not p.codes:
-        return lanes.unpack(word, jnp.dtype(jnp.bfloat16))
-    shifted = (word << 20, word << 12, word << 4, word >> 4)
-    return tuple(lanes.real(bits & 0x0FF00000) for bits in shifted)
 
 
 def _either(lanes: Any, condition: Any, a: Any, b: Any) -> Any:

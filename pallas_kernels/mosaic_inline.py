@@ -9,8 +9,6 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
-from pallas_kernels.attention_plan import LEAST_EXPONENT
-
 MEETING = 8  # of a block's 16 named barriers that of `meet`; the first ones are Mosaic's own
 
 
@@ -100,9 +98,8 @@ def pair_sums(values):
 def store_page_sums(sums_ref, tops_ref, pairs, tops, store):
     """Stores sums of 8 neighbouring columns of a wgmma tile, and one number per row beside them.
 
-    sums_ref: in GMEM, `[64, n / 8]`, contiguous, bfloat16 or codes (`attention_plan.CODES`). tops_ref: in GMEM, f32
-      `[64]`. pairs: `pair_sums` of f32 `[64, n]`, n a multiple of 64. tops: f32 `[64]` in its row layout. store: an i32
-      scalar, negative for nothing.
+    sums_ref: in GMEM, bfloat16 `[64, n / 8]`, contiguous. tops_ref: in GMEM, f32 `[64]`. pairs: `pair_sums` of f32
+    `[64, n]`, n a multiple of 64. tops: f32 `[64]` in its row layout. store: an i32 scalar, negative for nothing.
 
     A quad of threads shares the sums of a row by exchanging halves: of n / 8 sums each thread sends half away and keeps
     half, then half of those, and is left with a quarter, finished. They are bfloat16 by then, two to a word: each sum
@@ -134,9 +131,9 @@ def _store_page_sums(sums_ref, tops_ref, pairs, tops):
         arith.divui(arith.remui(thread, utils.c(32, i32)), utils.c(4, i32)),
     )
     base = llvm.ptrtoint(i64, utils.memref_ptr(sums_ref))
-    codes = utils.bitwidth(ir.MemRefType(sums_ref.type).element_type) == 8
     for half in range(2):
         held = [_packed(*(_element(pair, i) for i in range(2))) for pair in pairs[:, half]]
+        words = len(held)
         for distance in (2, 1):
             shift = utils.c(distance, i32)
             upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, shift), utils.c(0, i32))
@@ -145,14 +142,8 @@ def _store_page_sums(sums_ref, tops_ref, pairs, tops):
                 for a, b in zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True)
             ]
         here = arith.addi(row, utils.c(8 * half, i32))
-        size = len(held) * (2 if codes else 4)  # bytes of this thread's, a quarter of the row's
-        at = arith.addi(arith.muli(here, utils.c(4 * size, i32)), arith.muli(quad, utils.c(size, i32)))
-        if codes:
-            held = _codes(held)
-        if size == 2:
-            _store_half(_offset(base, at), held[0])
-        else:
-            _store(_offset(base, at), held)
+        at = arith.addi(arith.muli(here, utils.c(4 * words, i32)), arith.muli(quad, utils.c(words, i32)))
+        _store(_offset(base, at), held)
     # Two threads of a quad store its two rows' numbers.
     first = arith.cmpi(arith.CmpIPredicate.eq, quad, utils.c(0, i32))
     at = arith.addi(row, arith.select(first, utils.c(0, i32), utils.c(8, i32)))
@@ -172,23 +163,6 @@ def _added(a, b):
     """Sums of the bfloat16 halves of two i32."""
     word = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(word, [a, b], "add.rn.bf16x2 $0, $1, $2;", "=r,r,r")
-
-
-def _codes(words):
-    """Codes of the bfloat16 halves of i32 words, four to a word; of a single word's, two."""
-    i32 = ir.IntegerType.get_signless(32)
-    least = (LEAST_EXPONENT << 7) * 0x10001
-    # Rounded at the fourth bit; what is too small becomes the least of all; then 5 + 3 bits from the fourth bit on.
-    code = "add.u32 $0, $1, 0x80008; max.u16x2 $0, $0, $2; sub.u32 $0, $0, $2; shr.u32 $0, $0, 4;"
-    made = [llvm.inline_asm(i32, [word, utils.c(least, i32)], code, "=&r,r,r") for word in words]
-    pairs = zip(made[::2], made[1::2] or made, strict=True)
-    return [llvm.inline_asm(i32, list(pair), "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r") for pair in pairs]
-
-
-def _store_half(address, word):
-    """Stores the lower half of a word at an i64 global address."""
-    code = "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [address, word], code, "l,r,~{memory}", has_side_effects=True)
 
 
 def _store(address, words, where=None):

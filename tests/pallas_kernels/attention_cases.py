@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention_plan import LEAST_EXPONENT
 from pallas_kernels.reference import attention_reference, importance_reference
 
 
@@ -113,17 +112,8 @@ def check_importance(weight, problem: Problem, rows, *, reduce: str, prefix=None
         np.testing.assert_allclose(np.sum(weight, axis=2), total, atol=2e-3)
 
 
-def codes(sums: jax.Array) -> jax.Array:
-    """u8: the codes (`attention_plan.CODES`) of sums of up to 8, which become bfloat16 first."""
-    bits = jax.lax.bitcast_convert_type(sums.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32) + 8
-    return (jnp.maximum(bits - (LEAST_EXPONENT << 7), 0) >> 4).astype(jnp.uint8)
-
-
-def check_pages(sums, problem: Problem, rows, *, over: str, page: int, prefix) -> None:
-    """Importance by page, the mean over `rows`, against sums of the reference below `prefix`.
-
-    A row's is off by 1/16 of itself at most, by 1/39 in the root mean square; of the mean over many rows less is left.
-    """
+def check_pages(sums, problem: Problem, rows, *, over: str, page: int, prefix, dtype: str = "bfloat16") -> None:
+    """Importance by page, the mean over `rows`, against sums of the reference below `prefix`."""
     entries = problem.k.shape[2]
     lengths = np.clip(problem.lengths, 0, entries)
     inside = np.minimum(lengths, np.asarray(prefix)[:, None])
@@ -131,4 +121,4 @@ def check_pages(sums, problem: Problem, rows, *, over: str, page: int, prefix) -
     weight[np.broadcast_to(np.arange(entries) >= inside[:, :, None], weight.shape)] = 0
     weight = np.pad(weight, ((0, 0), (0, 0), (0, -entries % page)))
     assert sums.dtype == jnp.float32
-    assert_close(sums, weight.reshape(*weight.shape[:2], -1, page).sum(axis=-1), "bfloat16", scale=2)
+    assert_close(sums, weight.reshape(*weight.shape[:2], -1, page).sum(axis=-1), dtype)

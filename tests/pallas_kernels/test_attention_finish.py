@@ -7,16 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Importance, attention_plan, lanes_numpy, merge_by_lse
+from pallas_kernels import Importance, lanes_numpy, merge_by_lse
 from pallas_kernels.attention_finish import finish
 from pallas_kernels.attention_pages import pages
 from pallas_kernels.attention_plan import PAGE, AttentionConfig, make_plan
-
-
-def page_sums(rng, shape, as_codes):
-    if as_codes:
-        return jnp.asarray(rng.integers(0, 249, shape), jnp.uint8)
-    return jnp.asarray(rng.uniform(size=shape) * 8, jnp.bfloat16)
 
 
 def problem(splits, *, dim, group, queries, keep=False, pages=False, prefix=False):
@@ -37,7 +31,7 @@ def problem(splits, *, dim, group, queries, keep=False, pages=False, prefix=Fals
     tops = jnp.asarray(rng.normal(size=kept), jnp.float32) if keep else None
     paged = (2, 2, plan.tiles, plan.kv_tiles, plan.rows)
     parts = types.SimpleNamespace(
-        pages=page_sums(rng, (*paged, plan.kv_tile // PAGE), plan.codes) if pages else None,
+        pages=jnp.asarray(rng.uniform(size=(*paged, plan.kv_tile // PAGE)), jnp.bfloat16) if pages else None,
         page_tops=jnp.asarray(rng.normal(size=paged), jnp.float32) if pages else None,
         out=jnp.asarray(out, jnp.bfloat16),
         lse=jnp.asarray(lse),
@@ -58,11 +52,9 @@ def test_joins_splits(splits, dim, group, queries):
     assert importance is None
 
 
-@pytest.mark.parametrize("as_codes", [True, False])
 @pytest.mark.parametrize(("splits", "group", "queries", "page"), [(19, 3, 5, 8), (2, 4, 32, 16), (3, 6, 32, 8)])
-def test_kept_by_page(splits, group, queries, page, as_codes, monkeypatch):
+def test_kept_by_page(splits, group, queries, page):
     """The kernel that joins splits adds up pages, too: as `attention_pages` does, once it is told what rows count."""
-    monkeypatch.setattr(attention_plan, "CODES", as_codes)
     plan, parts = problem(splits, dim=64, group=group, queries=queries, pages=True)
     lengths = jnp.asarray([[550], [-1]], jnp.int32)
     chosen = jnp.asarray(np.random.default_rng(1).uniform(size=(2, queries)) < 0.7)
@@ -76,9 +68,7 @@ def test_kept_by_page(splits, group, queries, page, as_codes, monkeypatch):
     wanted = pages(parts, lengths, bias, plan, page, **launch)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     counted = np.asarray(parts.pages[0], np.float64)
-    if as_codes:
-        counted = np.where(counted < 8, 0, 2.0 ** (counted // 8 - 28) * (1 + counted % 8 / 8))
-    counted = counted * 2.0 ** np.asarray(parts.page_tops[0] + bias[0][:, :, None], np.float64)[..., None]
+    counted *= 2.0 ** np.asarray(parts.page_tops[0] + bias[0][:, :, None], np.float64)[..., None]
     counted[:, :, np.arange(plan.kv_tiles) * plan.kv_tile >= 550] = 0
     by_tile = counted.sum(axis=(1, 3)).reshape(2, -1)
     by_page = np.add.reduceat(by_tile, np.arange(0, by_tile.shape[1], page // 8), axis=1)

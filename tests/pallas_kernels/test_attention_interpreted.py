@@ -10,9 +10,9 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import AttentionOutput, Importance, attention_plan, dispatch, lanes_numpy
+from pallas_kernels import AttentionOutput, Importance, dispatch, lanes_numpy
 from pallas_kernels.attention_plan import AttentionConfig
-from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, check_pages, codes, make
+from tests.pallas_kernels.attention_cases import Case, check_importance, check_output, check_pages, make
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,8 +62,7 @@ def interpreted(monkeypatch):
     def store_page_sums(sums_ref, tops_ref, pairs, tops, store):
         @pl.when(store >= 0)
         def _store():
-            sums = pairs.reshape(64, -1, 4, 2).sum(axis=2).reshape(64, -1)
-            sums_ref[...] = codes(sums) if attention_plan.CODES else sums.astype(jnp.bfloat16)
+            sums_ref[...] = pairs.reshape(64, -1, 4, 2).sum(axis=2).reshape(64, -1).astype(jnp.bfloat16)
             tops_ref[...] = tops
 
     monkeypatch.setattr(mosaic_inline, "pair_sums", pair_sums)
@@ -135,12 +134,9 @@ def test_importance_of_many_queries(interpreted):
     check_importance(result.importance, p, chosen, reduce="max")
 
 
-@pytest.mark.parametrize(
-    ("over", "splits", "page", "as_codes"), [("visible", 2, 8, True), ("visible", 2, 8, False), ("prefix", 1, 16, True)]
-)
-def test_importance_by_page(interpreted, over, splits, page, as_codes, monkeypatch):
+@pytest.mark.parametrize(("over", "splits", "page"), [("visible", 2, 8), ("prefix", 1, 16)])
+def test_importance_by_page(interpreted, over, splits, page):
     """Six heads of 16 queries: two tiles, half of the second is no query. The prefix ends within a page."""
-    monkeypatch.setattr(attention_plan, "CODES", as_codes)
     case = Case(((250,), (0,)), queries=16, kv_heads=1, group=6, entries=264)
     p = make(case)
     chosen = jnp.asarray([[1, 0, 0, 1] * 4] * 2, bool)
