@@ -363,11 +363,15 @@ def run_recall(
     options: argparse.Namespace, lengths: list[int], work: Path, until: float | None
 ) -> list[dict[str, Any]]:
     """Recall of the first step's set, at 5 % with the default pages and for the paper's numbers of single entries."""
+
+    def report(table: Table) -> list[dict[str, Any]]:
+        rows = recall_rows(table, lengths)
+        common.write_results("accuracy", rows, folder=options.out, by_id=True)
+        return rows
+
     chosen = list(RECALLED.values())
-    table, _ = run_rounds(options, options.checkpoint, chosen, lengths, work / "recall", until)
-    rows = recall_rows(table, lengths)
-    common.write_results("accuracy", rows, folder=options.out, by_id=True)
-    return rows
+    table, _ = run_rounds(options, options.checkpoint, chosen, lengths, work / "recall", until, report)
+    return report(table)
 
 
 def run_ar_limit(
