@@ -27,6 +27,7 @@ from herald_jax import (
 )
 from herald_jax.cache import DeviceKV
 from herald_jax.generate import _Run
+from herald_jax.host_kv import HostKV
 from herald_jax.host_select import host_views
 from herald_jax.pooled import PooledKV
 from pallas_kernels import index_scores
@@ -139,9 +140,10 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
         [steps] = where["while"]
         assert max(where["call-start"]) < steps < min(where["call-done"])
         assert isinstance(rows.cache, PooledKV)
+        host = HostKV(pipeline._host.k[:1], pipeline._host.v[:1])
         part = offload.fill.lower(
-            rows.cache.pool, rows.cache.counts, pipeline._spare, scores[:1], rows.length, pipeline._held,
-            pipeline._host, jnp.int32(0), options=run._options,
+            rows.cache.pool, rows.cache.counts, pipeline._spare, scores[:1], rows.length, pipeline._held, host,
+            jnp.int32(0), options=run._options,
         )  # fmt: skip
         pool = ",".join(map(str, pipeline._spare.k.shape))
         for program in (text, part.compile().as_text()):
