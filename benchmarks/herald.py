@@ -218,7 +218,7 @@ def _latency(
             scan_gbs=scanned["scan_rate"] / 1e9,
         )  # fmt: skip
         moved = scanned["fetched"] / max(scanned["fetched"] + scanned["reused"], 1)
-        add("gather/reuse/traffic_fraction", moved, "", note="random weights")
+        add("gather/reuse/random_weights/traffic_fraction", moved, "")  # of a trained model: benchmarks.herald_traffic
 
 
 def _throughput(

@@ -8,8 +8,9 @@ import json
 
 import pytest
 
-from benchmarks import common, herald, herald_case, herald_mesh, herald_plot
+from benchmarks import common, herald, herald_case, herald_mesh, herald_plot, herald_traffic
 from benchmarks.shapes import SHAPES
+from herald_jax import Herald, tasks
 from tests.herald_jax import tiny
 
 
@@ -41,7 +42,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         "throughput/1k/steps32/best",
         "throughput/1k/steps10/best",
         "selection/cpu/host_bandwidth_fraction",
-        "gather/reuse/traffic_fraction",
+        "gather/reuse/random_weights/traffic_fraction",
         "context_over_cap/tokens",
     }
     assert promised <= rows.keys()
@@ -53,7 +54,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     assert case["index_bytes"] > 0
     assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald_case.host_slots(small, 1024)
     assert rows["context_over_cap/tokens"]["value"] == 2048
-    assert 0 < rows["gather/reuse/traffic_fraction"]["value"] <= 1
+    assert 0 < rows["gather/reuse/random_weights/traffic_fraction"]["value"] <= 1
     plot = tmp_path / "img" / "speedup.png"
     herald_plot.draw(list(rows.values()), plot, "tiny")
     assert plot.stat().st_size > 10_000
@@ -110,3 +111,20 @@ def test_the_mesh_row_compares_two_devices_with_one(tmp_path, monkeypatch) -> No
     assert row["value"] > 0
     assert row["detail"]["equal_tokens"] == 1.0  # float32: as sharded equals unsharded elsewhere
     assert json.loads(next(tmp_path.glob("herald-*.json")).read_text())["rows"] == [row]
+
+
+def test_counts_what_reuse_leaves_of_the_traffic() -> None:
+    model, prompts = tiny.model(tiny.FORMS["sdar"]), tiny.prompts((48, 48))
+    plan = Herald(16, min_budget=0, page_size=1)
+    assert herald_traffic.fraction(model, prompts, dataclasses.replace(plan, reuse=False), blocks=4) == 1.0
+    assert 0 < herald_traffic.fraction(model, prompts, plan, blocks=4) < 1
+
+
+def test_prompts_are_pieces_of_the_text_one_behind_the_other() -> None:
+    def encode(text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    first, second = herald_traffic.pieces(encode, 2, 100)
+    assert first + second == encode(" ".join(tasks.default_haystack().sentences))[:200]
+    with pytest.raises(SystemExit, match="not 2 times 10000000; ask for fewer --texts"):
+        herald_traffic.pieces(encode, 2, 10**7)
