@@ -1,10 +1,12 @@
 """Test session set-up: strict JAX settings and four virtual CPU devices, before any backend starts."""
 
+import gc
 import importlib.util
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read by JAX when it is first imported; also inherited by the command-line tests' subprocesses.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
@@ -29,6 +31,20 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 jax.config.update("jax_numpy_rank_promotion", os.environ["JAX_NUMPY_RANK_PROMOTION"])
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+
+
+# A process may have 65,530 mappings of memory on Linux, a module of tests here makes up to 24,000 of compiled programs,
+# and XLA crashes where it gets no more.
+_MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs() -> None:
+    """Forget compiled programs, before a module of tests, if there are many."""
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
