@@ -145,13 +145,10 @@ class Pipeline:
         never = jax.device_put(np.full(lengths.shape, _NEVER, np.int32), place)  # until a block says when
         return PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), never, self._options.config, mesh)
 
-    def block(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Rows:
-        """One block of every row that is not done, and the preparation of the next one (not if this is the `last`)."""
-        return self.rest(self.begin(rows, policy, sampling, stops, last=last), last=last)
-
     def begin(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Begun:
-        """Launch what a block has to do before anything is waited for: its steps up to the draft, and the draft.
+        """Launch what a block, of every row that is not done, has to do before anything is waited for.
 
+        That is its steps up to the draft, and the draft; all of it if it is the `last` one, which prepares no other.
         Whoever reads the block before between this and `rest` leaves the device no moment without work. If it turns out
         that all rows are done, the block can be dropped: only the forward of the draft was in vain.
         """
@@ -185,7 +182,7 @@ class Pipeline:
         return self._turn(rows, held, prefix)
 
     def prepare(self, rows: Rows) -> tuple[Rows, Callable[[Rows], Rows]]:
-        """What `block` does beside its steps, by itself: for a replay, which makes the steps one by one.
+        """What a block does beside its steps, by itself: for a replay, which makes the steps one by one.
 
         Args:
           rows: drafted, and not yet committed.

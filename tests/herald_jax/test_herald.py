@@ -191,7 +191,8 @@ def test_the_pool_holds_the_rows_of_the_host_cache_bit_for_bit():
     with _Run(tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS), REQUEST, SPARSE, None, None) as run:
         pipeline, rows = run._pipeline, run._rows
         for _ in range(2):
-            rows = pipeline.block(rows, REQUEST.policy, run._sampling, run._stops, last=False)
+            begun = pipeline.begin(rows, REQUEST.policy, run._sampling, run._stops, last=False)
+            rows = pipeline.rest(begun, last=False)
         cache = rows.cache
         assert isinstance(cache, PooledKV)
         indices, counts = np.asarray(pipeline._held.indices), np.asarray(cache.counts)
