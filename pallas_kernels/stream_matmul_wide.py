@@ -1,9 +1,9 @@
 """The matmul of `stream_matmul` for 129 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
 
 With so many tokens the tensor cores take longer than the memory does. So a program has a tile as large as the registers
-hold, all tokens against 128 or 192 columns, and there are as many programs as multiprocessors: each warpgroup keeps 128
-tokens' accumulators and goes through the contracted axis, fed by one that only issues TMA copies. Weights pass through
-once.
+hold, all tokens against 128 or 192 columns or 128 of them against up to 320, and there are as many programs as
+multiprocessors: each warpgroup keeps half of the tokens' accumulators and goes through the contracted axis, fed by one
+that only issues TMA copies. Weights come from memory once: two programs that share columns run side by side.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pallas_kernels.attention_plan import PROCESSORS, SMEM_LIMIT, SMEM_RESERVED
 from pallas_kernels.stream_matmul_mosaic import DEPTH, GATED_KERNEL_NAME, KERNEL_NAME, MAX_SPLITS
 
 WARPGROUPS = 2
-ROWS = 128  # tokens per compute warpgroup
-COLUMNS = (128, 192)  # per program: as many registers of accumulators per thread
+MOST_TOKENS = 256
+# Columns of a program by its tokens: that many registers of accumulators per thread, or half as many. A warpgroup
+# multiplies with at most 256 columns at once, which is no limit to two halves of 160.
+COLUMNS = {256: (128, 192), 128: (128, 192, 256, 320)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +31,16 @@ class WideConfig:
     """How the work is cut.
 
     Attributes:
-        columns: of the weights per program, one of COLUMNS (gated: half of them gate).
+        columns: of the weights per program, one of COLUMNS[rows] (gated: half of them gate).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
+        rows: tokens per program, one of COLUMNS. 128 go with 256 tokens only.
     """
 
     columns: int
     splits: int
     stages: int
+    rows: int = MOST_TOKENS
 
 
 def padded(tokens: int) -> int:
@@ -46,7 +50,7 @@ def padded(tokens: int) -> int:
 
 def smem_bytes(tokens: int, config: WideConfig) -> int:
     """Shared memory of a program."""
-    return config.stages * DEPTH * 2 * (config.columns + padded(tokens)) + SMEM_RESERVED
+    return config.stages * DEPTH * 2 * (config.columns + min(config.rows, padded(tokens))) + SMEM_RESERVED
 
 
 def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfig:
@@ -63,7 +67,7 @@ def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfi
         busy = waves * (2 + -(-steps // splits) * width * DEPTH * padded(tokens) * 2 / 6.1e6)
         return busy + (splits * tokens * columns * 4 / 4e6 if splits > 1 else 0)
 
-    widths = [width for width in COLUMNS if width <= columns * (2 if gated else 1)]
+    widths = [width for width in COLUMNS[MOST_TOKENS] if width <= columns * (2 if gated else 1)]
     most = 1 if gated else min(MAX_SPLITS, steps)
     width, splits = min(((w, s) for w in widths for s in range(1, most + 1)), key=cost)
     configs = (WideConfig(width, splits, stages) for stages in (6, 5, 4))
@@ -84,6 +88,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     steps = depth // DEPTH
     _check(config, tokens, steps, columns, width, gated)
     programs = -(-columns // width)
+    tokens_here = min(config.rows, padded(tokens))
+    each = config.rows // WARPGROUPS
     halves = 2 if gated else 1
     # Halves of 96 columns are whole rows of a narrower swizzle only.
     piece = 64 if width % 64 == 0 else 32
@@ -94,12 +100,13 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free):
         # The last programs overlap where columns are no multiple of theirs: they write the same values.
         column = jnp.minimum(lax.axis_index("columns") * width, columns - width)
+        first_row = lax.axis_index("rows") * config.rows
         split = lax.axis_index("split")
         wg = lax.axis_index("wg")
         first, last = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
 
         def compute(start: int, rows: int) -> None:
-            """All of the work of a warpgroup with tokens `start` to `start + rows`."""
+            """All of the work of a warpgroup with the program's tokens `start` to `start + rows`."""
 
             def accumulate(*accumulators):
                 def multiply(index):
@@ -133,7 +140,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
             values = values.astype(dtype)
             # No other warpgroup reads these tokens' part of the ring, and all that was asked for has come.
             to = out_ref if gated else out_ref.at[split]
-            count = min(rows, tokens - start)
+            count = min(rows, min(config.rows, tokens) - start)
             for number in range(width // piece):
                 slot, i = divmod(number, pieces)
                 x_smem[slot, i, start : start + rows] = values[:, number * piece : (number + 1) * piece]
@@ -142,7 +149,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
                 slot, i = divmod(number, pieces)
                 plgpu.copy_smem_to_gmem(
                     x_smem.at[slot, i, pl.ds(start, count)],
-                    to.at[pl.ds(start, count), pl.ds(column + number * piece, piece)],
+                    to.at[pl.ds(first_row + start, count), pl.ds(column + number * piece, piece)],
                 )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
 
@@ -151,11 +158,12 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
             @pl.when(wg == number)
             def _compute(number=number):
                 plgpu.set_max_registers(232, action="increase")
-                compute(number * ROWS, min(ROWS, padded(tokens) - number * ROWS))
+                compute(number * each, min(each, tokens_here - number * each))
 
         @pl.when(wg == WARPGROUPS)
         def _copy():
             plgpu.set_max_registers(40, action="decrease")
+            count = min(config.rows, tokens)
 
             def load(index, wait):
                 slot = lax.rem(index - first, stages)
@@ -169,8 +177,8 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
                     )
                 for i in range(pieces):
                     plgpu.copy_gmem_to_smem(
-                        x_ref.at[:, pl.ds(index * DEPTH + i * piece, piece)],
-                        x_smem.at[slot, i, pl.ds(0, tokens)],
+                        x_ref.at[pl.ds(first_row, count), pl.ds(index * DEPTH + i * piece, piece)],
+                        x_smem.at[slot, i, pl.ds(0, count)],
                         ready.at[slot],
                     )
 
@@ -186,12 +194,12 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, columns) if gated else (splits, tokens, columns), dtype),
-        grid=(programs, splits),
-        grid_names=("columns", "split"),
+        grid=(programs, splits, -(-tokens // config.rows)),  # the last goes first: programs with the same weights
+        grid_names=("columns", "split", "rows"),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types={
-            "x_smem": plgpu.SMEM((stages, pieces, padded(tokens), piece), dtype, transforms=transforms),
+            "x_smem": plgpu.SMEM((stages, pieces, tokens_here, piece), dtype, transforms=transforms),
             "w_smem": plgpu.SMEM((stages, halves, DEPTH, width), w.dtype, transforms=transforms),
             "ready": plgpu.Barrier(num_arrivals=halves + pieces, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -202,12 +210,15 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None
 
 
 def _check(config: WideConfig, tokens: int, steps: int, columns: int, width: int, gated: bool) -> None:
-    if config.columns not in COLUMNS or width > columns:
-        raise ValueError(f"a program has {COLUMNS} columns, and no more than there are: not {config} for {columns}")
+    allowed = COLUMNS.get(config.rows, ())
+    if config.columns not in allowed or width > min(columns, 256):
+        raise ValueError(f"a program has {allowed} columns, and no more than there are: not {config} for {columns}")
     if not 1 <= config.splits <= (1 if gated else steps):
         raise ValueError(f"a gated product has 1 split, any other from 1 to {steps}, its steps: not {config.splits}")
-    if not 128 < tokens <= WARPGROUPS * ROWS or tokens % 8:
-        raise ValueError(f"the wide matmul takes a multiple of 8 tokens from 129 to {WARPGROUPS * ROWS}, not {tokens}")
+    if not 128 < tokens <= MOST_TOKENS or tokens % 8:
+        raise ValueError(f"the wide matmul takes a multiple of 8 tokens from 129 to {MOST_TOKENS}, not {tokens}")
+    if config.rows < MOST_TOKENS and tokens < MOST_TOKENS:
+        raise ValueError(f"programs of {config.rows} tokens are for {MOST_TOKENS} of them, not for {tokens}")
     least = max(2, -(-width // 64))  # the result, 64 columns in each, lies in them before it leaves
     if config.stages < least or smem_bytes(tokens, config) > SMEM_LIMIT:
         raise ValueError(

@@ -88,6 +88,10 @@ def test_cuts_that_do_not_fit_many_tokens():
     check("from 129 to 256, not 128", 128, 256, wide.WideConfig(128, 1, 4))
     check("for 256 tokens, and needs at least 3 stages", 256, 256, wide.WideConfig(192, 1, 2))
     check("bytes of 232448", 256, 256, wide.WideConfig(192, 1, 5))
+    check("128, 192, 256, 320", 256, 512, wide.WideConfig(384, 1, 4, 128))
+    check("no more than there are", 256, 512, wide.WideConfig(320, 1, 4, 128))  # 256 at once, unless they are halves
+    check("programs of 128 tokens are for 256 of them, not for 200", 200, 256, wide.WideConfig(128, 1, 4, 128))
+    check(r"has \(\) columns", 256, 256, wide.WideConfig(128, 1, 4, 64))
 
 
 @needs_mosaic

@@ -38,13 +38,15 @@ def test_kernel_in_the_interpreter(kernel, tokens, depth, columns, config, gated
 
 
 # More than 128 tokens: of the second warpgroup one tile or two; columns that the last program shares with the one
-# before; halves of 96 columns.
+# before; halves of 96 columns. Programs of 128 of the tokens, with more columns.
 @pytest.mark.parametrize(
     ("tokens", "depth", "columns", "config", "gated"),
     [
         (136, 320, 320, (192, 2, 3), False),
         (136, 192, 160, (192, 1, 2), True),
         (256, 192, 256, (128, 1, 3), False),
+        (256, 320, 288, (256, 2, 4, 128), False),
+        (256, 192, 192, (320, 1, 4, 128), True),
     ],
 )
 def test_many_tokens_in_the_interpreter(kernel, tokens, depth, columns, config, gated):
