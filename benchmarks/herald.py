@@ -36,6 +36,7 @@ from benchmarks.herald_case import (
     index_bits_that_fit,
     plan_of,
     rows_that_fit,
+    rows_with_index,
 )
 from benchmarks.shapes import SHAPES, weight_bytes
 from herald_jax import Herald, ModelConfig, host_kv
@@ -54,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, default=8,
         help="batch under HERALD in the throughput part at 64K, and at other contexts so many that their tokens are as "
-        "many (default %(default)s)",
+        "many; fewer where pools and index do not fit under the cap (default %(default)s)",
     )  # fmt: skip
     parser.add_argument("--budgets", default="0.05", help="comma-separated; the goals are those of 0.05")
     parser.add_argument("--selectors", default="cpu,index", help="comma-separated (default %(default)s)")
@@ -226,14 +227,24 @@ def _throughput(
     add: Add,
 ) -> None:  # fmt: skip
     """Rows of one context, beside as many as the dense plan has room for."""
-    rows, alone = rows_at(options, context), rows_that_fit(config, context, options.cap * 1e9)
+    alone = rows_that_fit(config, context, options.cap * 1e9)
     if alone < 1:
         raise SystemExit(f"error: not one row of {context} tokens fits {options.cap} GB; choose a larger --cap")
     times = dense(config, params, alone, [context])[context]
     common.stage(f"{name}: dense plan measured with {alone} rows")
-    case = Case(config, params, rows, context)
-    common.stage(f"{name}: {case.host.nbytes / 1e9:.0f} GB in host memory")
+    case: Case | None = None
     for budget in budgets:
+        rows = rows_at(options, context)
+        if "index" in options.selectors.split(","):
+            rows = rows_with_index(config, budget, rows, context, options.cap * 1e9)
+        if rows < 1:
+            raise SystemExit(
+                f"error: no row of {context} tokens with an index fits {options.cap} GB; choose a larger --cap"
+            )
+        if case is None or case.batch != rows:
+            case = None  # its cache goes first
+            case = Case(config, params, rows, context)
+            common.stage(f"{name}: {rows} rows, {case.host.nbytes / 1e9:.0f} GB in host memory")
         plans = _plans(options, config, budget, rows, context)
         for steps in (32, 10):
             base, gains = times.block(steps), {}

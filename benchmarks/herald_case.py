@@ -240,6 +240,8 @@ def host_read_bandwidth(host: HostKV) -> float:
 
 # Device memory that activations and programs are given.
 _WORKING = 1.5e9
+# Bytes of an index, scales included, for each number of K (`device_index`).
+_INDEX_BYTES: dict[int, float] = {8: 1 + 1 / 64, 4: 1 / 2 + 1 / 16}
 
 
 def rows_that_fit(config: ModelConfig, context: int, cap: float) -> int:
@@ -250,11 +252,22 @@ def rows_that_fit(config: ModelConfig, context: int, cap: float) -> int:
 
 def index_bits_that_fit(config: ModelConfig, budget: float, rows: int, context: int, cap: float) -> Literal[8, 4]:
     """8 if two pools and an index of 8 bits fit beside the weights, else 4."""
+    return 8 if _with_index(config, budget, rows, context, 8) < cap else 4
+
+
+def rows_with_index(config: ModelConfig, budget: float, rows: int, context: int, cap: float) -> int:
+    """The largest batch of at most `rows` whose two pools and index of 4 bits fit beside the weights."""
+    return next((n for n in range(rows, 0, -1) if _with_index(config, budget, n, context, 4) < cap), 0)
+
+
+def _with_index(config: ModelConfig, budget: float, rows: int, context: int, bits: Literal[8, 4]) -> float:
+    """Device memory of a case with an index of so many bits."""
     plan, block = Herald(budget, selector="index"), config.diffusion.block_length
     longest = context + 64 * block
     pools = 2 * rows * pool_slots(plan, longest, block) * config.kv_bytes_per_token
-    index = rows * host_slots(config, context) * config.kv_bytes_per_token // 4  # one byte for each two-byte key
-    return 8 if weight_bytes(config) + pools + 1.02 * index + _WORKING < cap else 4
+    # Half of the cache's bytes are keys, of two bytes a number.
+    numbers = rows * host_slots(config, context) * config.kv_bytes_per_token // 4
+    return weight_bytes(config) + pools + _INDEX_BYTES[bits] * numbers + _WORKING
 
 
 def plan_of(budget: float, selector: Literal["cpu", "index"] = "cpu", bits: Literal[8, 4] = 8) -> Herald:

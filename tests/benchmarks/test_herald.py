@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 
+import jax
 import pytest
 
 from benchmarks import common, herald, herald_case, herald_mesh, herald_plot, herald_traffic
 from benchmarks.shapes import SHAPES
-from herald_jax import Herald, tasks
+from herald_jax import Herald, device_index, tasks
 from tests.herald_jax import tiny
 
 
@@ -128,3 +130,15 @@ def test_prompts_are_pieces_of_the_text_one_behind_the_other() -> None:
     assert first + second == encode(" ".join(tasks.default_haystack().sentences))[:200]
     with pytest.raises(SystemExit, match="not 2 times 10000000; ask for fewer --texts"):
         herald_traffic.pieces(encode, 2, 10**7)
+
+
+def test_a_batch_with_an_index_fits_under_the_cap() -> None:
+    config = SHAPES["sdar8b"]
+    context, cap = 64 * 1024, 40e9
+    assert herald_case.rows_with_index(config, 0.05, 8, context, cap) == 8
+    rows = herald_case.rows_with_index(config, 0.1, 8, context, cap)
+    assert 1 < rows < 8
+    for bits, counted in herald_case._INDEX_BYTES.items():  # what is counted is what an index takes
+        keys = jax.ShapeDtypeStruct((1, 2, 256, config.head_dim), "bfloat16")
+        made = jax.eval_shape(functools.partial(device_index.quantise, bits=bits), keys)
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made)) == counted * keys.size
