@@ -105,11 +105,15 @@ def matmul_rate() -> float:
 
 
 def floor_of(config: ModelConfig, batch: int, entries: float, bandwidth: float, rate: float) -> float:
-    """Seconds one forward of a block must take when each row reads `entries` cache entries per layer and head."""
+    """Seconds one forward of a block must take when each row reads `entries` cache entries per layer and head.
+
+    Of a family with sub-blocks a step reveals tokens of one: the head has to run over no more.
+    """
     nbytes = step_weight_bytes(config) + batch * entries * config.kv_bytes_per_token
     rows = batch * config.diffusion.block_length
     attention = 4 * rows * config.num_heads * config.head_dim * config.num_layers * entries
-    return max(nbytes / bandwidth, (step_flops(config, rows) + attention) / rate)
+    flops = step_flops(config, rows, batch * config.diffusion.small_block_length) + attention
+    return max(nbytes / bandwidth, flops / rate)
 
 
 def bytes_needed(config: ModelConfig, batch: int, context: int, plan: Mage) -> int:

@@ -109,8 +109,12 @@ def step_weight_bytes(config: ModelConfig) -> int:
     return sum(_nbytes(spec) for path, spec in param_specs(config).items() if path not in skipped)
 
 
-def step_flops(config: ModelConfig, rows: int) -> int:
-    """Multiply-adds times two of the matmuls of one forward over `rows` tokens (attention scores not counted)."""
+def step_flops(config: ModelConfig, rows: int, head_rows: int | None = None) -> int:
+    """Multiply-adds times two of the matmuls of one forward over `rows` tokens (attention scores not counted).
+
+    `head_rows`: over how many of them the vocabulary head runs, if not over all.
+    """
     skipped = set() if config.tie_word_embeddings else {"embed/embedding"}
     weights = sum(math.prod(s.shape) for p, s in param_specs(config).items() if p not in skipped and len(s.shape) > 1)
-    return 2 * rows * weights
+    unread = 0 if head_rows is None else rows - head_rows
+    return 2 * (rows * weights - unread * config.vocab_size * config.hidden_size)

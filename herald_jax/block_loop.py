@@ -122,7 +122,8 @@ def first_canvas(
     if contract.seeded:
         kernel = bind(options.config, params).head_kernel()
         keys = None if sampling.greedy else _position_keys(key, length[:, None], jnp.zeros_like(length))
-        seed = predict(last_hidden[:, None], kernel, sampling, keys, _greedy_seed(options, (batch, 1)))
+        greedy = _greedy_seed(options, jnp.zeros_like(canvas[:, :1]))
+        seed = predict(last_hidden[:, None], kernel, sampling, keys, greedy)
         needs_seed = ~known[:, :1] & ~done[:, None]
         canvas = jnp.where(needs_seed & (index == 0), seed.token, canvas)
         known = known | (index == 0)
@@ -142,12 +143,13 @@ def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax
     return jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(at_position, step)
 
 
-def _greedy_seed(options: LoopOptions, shape: tuple[int, int]) -> jax.Array | None:
-    """Which predictions take the argmax whatever the temperature: position 0, the seed, where the family says so."""
+def _greedy_seed(options: LoopOptions, at: jax.Array) -> jax.Array | None:
+    """Which predictions, of positions `at` i32[B, T], take the argmax whatever the temperature: position 0, the seed,
+    where the family says so."""
     contract = options.config.diffusion
     if not contract.seeded or contract.seed_rule == "sample":
         return None
-    return jnp.broadcast_to(jnp.arange(shape[1])[None, :] == 0, shape)
+    return at == 0
 
 
 def _settle(
@@ -218,7 +220,10 @@ def step(
     window = jnp.argmax(open_blocks, axis=-1).astype(jnp.int32)  # leftmost small block with a mask
     eligible = ~rows.known & active[:, None] & (index // small == window[:, None])
 
-    prediction, cache = _forward(model, rows, window, active, sampling, options, phase, hidden)
+    # Of a family with small blocks only the window's predictions are asked for (and, by a committing row, position 0's,
+    # where its window then is), but by editing, and by HERALD's drafts.
+    everywhere = isinstance(policy, Editing) or isinstance(options.plan, Herald)
+    prediction, cache = _forward(model, rows, window, active, sampling, options, phase, hidden, everywhere)
     editable = rewrite = jnp.zeros_like(rows.known)
     if isinstance(policy, Editing):
         editable = rows.known & active[:, None] & (rows.length[:, None] + index >= rows.prompt_length[:, None])
@@ -287,8 +292,11 @@ def _forward(
     options: LoopOptions,
     phase: Phase,
     made: jax.Array | None = None,
+    everywhere: bool = True,
 ) -> tuple[Prediction, Any]:
     """Predictions `[B, M]` for the canvas and the cache holding its K and V.
+
+    Unless `everywhere`, those outside of the small block `window` i32[B] are zeros.
 
     With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block,
     holds the prediction of the last hidden state instead: the seed of the next block.
@@ -300,6 +308,11 @@ def _forward(
         inputs = jnp.where(rows.known, rows.canvas, contract.mask_token_id)
     shifted = contract.logit_alignment == "shifted"
     visible = jnp.where(active, rows.length + block, 0)[:, None]
+    small = contract.small_block_length
+    inside = (window * small)[:, None] + jnp.arange(small)[None, :]  # the window's positions
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.zeros((batch, block), x.dtype).at[jnp.arange(batch)[:, None], inside].set(x)
 
     def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: Any) -> tuple[Prediction, Any]:
         at = offset[:, None] + jnp.arange(size)[None, :]
@@ -332,15 +345,18 @@ def _forward(
             hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
         else:
             hidden = made
-        target = jnp.where((at == 0) & shifted, block, at)
-        if shifted:
+        if small < size and not everywhere:
+            at = inside
+            hidden = jnp.take_along_axis(hidden, ((at - shifted) % size)[:, :, None], axis=1)
+        elif shifted:
             hidden = jnp.roll(hidden, 1, axis=1)
+        target = jnp.where((at == 0) & shifted, block, at)
         keys = None if sampling.greedy else _position_keys(rows.key, rows.length[:, None] + target, rows.step)
-        greedy = None if sampling.greedy or size != block else _greedy_seed(options, (batch, size))
+        greedy = None if sampling.greedy or size != block else _greedy_seed(options, at)
         # Over a mesh the head is split, by vocabulary or not, and XLA's.
         head = "xla" if options.mesh is not None or options.implementation == "xla" else None
         found = predict(hidden, model.head_kernel(), sampling, keys, greedy, implementation=head, spared=options.spared)
-        return found, cache
+        return (found if at.shape[1] == block else jax.tree.map(spread, found)), cache
 
     zero = jnp.zeros_like(window)
     if not options.block_cache:
@@ -350,7 +366,6 @@ def _forward(
     # first position of its small block is masked, and to commit; otherwise only its small block is written, and the
     # rest of the block is seen as the last refresh left it. The choice is the row's own: when one row refreshes, the
     # others take part in the whole-block forward but write no more than their small block.
-    small = contract.small_block_length
     first_masked = ~jnp.take_along_axis(rows.known, (window * small)[:, None], axis=1)[:, 0]
     refresh = active & (~rows.whole_block | first_masked | jnp.all(rows.known, axis=1))
 
@@ -359,12 +374,7 @@ def _forward(
         return run(zero, block, keep, cache)
 
     def partial(cache: Any) -> tuple[Prediction, Any]:
-        part, cache = run(window * small, small, None, cache)
-        at = (window * small)[:, None] + jnp.arange(small)[None, :]
-        spread = jax.tree.map(
-            lambda x: jnp.zeros((batch, block), x.dtype).at[jnp.arange(batch)[:, None], at].set(x), part
-        )
-        return spread, cache
+        return run(window * small, small, None, cache)
 
     # Two loops of at most one turn, not a `cond`: XLA updates a loop's carry in place, but in a branch it copies the
     # whole cache at every layer.

@@ -86,6 +86,12 @@ def test_what_a_step_must_move() -> None:
     small = mage.floor_of(config, 1, 4096, 4.2e12, 7.8e14)
     assert small == pytest.approx((15_136_811_008 + 4096 * 144 * 1024) / 4.2e12)
     assert mage.floor_of(config, 64, 1024, 4.2e12, 7.8e14) > step_flops(config, 64 * 32) / 7.8e14
+    # A family with sub-blocks reveals tokens of one a step: its head runs over 8 of a block's 32 positions.
+    config = SHAPES["fdv2_1.5b"]
+    attention = 4 * 256 * 12 * 128 * 28 * 1024
+    head = 2 * 151_936 * 1536
+    flops = step_flops(config, 256) - 256 * head + 64 * head + attention
+    assert mage.floor_of(config, 8, 1024, 1e18, 7.8e14) == pytest.approx(flops / 7.8e14)
 
 
 def runs_of_blocks(call: float, first: float, later: float) -> tuple[tuple[Any, Any], Any]:

@@ -16,6 +16,7 @@ import pytest
 from herald_jax import (
     BlockEvent,
     Dense,
+    Editing,
     EntropyBound,
     GenerateConfig,
     Model,
@@ -124,6 +125,25 @@ def test_equals_a_python_loop_over_step(name: str) -> None:
         if jax.dtypes.issubdtype(ours.dtype, jax.dtypes.prng_key):
             ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def test_the_head_runs_over_the_small_block_only() -> None:
+    """Of a family with small blocks; editing asks for every position."""
+    model, prompts, config = case("fast_dllm-StaticLowConfidence-greedy")
+    contract, rows = model.config.diffusion, len(prompts)
+    assert contract.small_block_length < contract.block_length
+    run = _Run(model, prompts, config, Dense(), None, None)
+
+    def logits(policy: Any) -> set[int]:
+        def one_step(params: Any, state: Any) -> Any:
+            return step(bind(model.config, params), state, policy, run._sampling, run._stops, run._options)
+
+        program = str(jax.make_jaxpr(one_step)(model.params, run._rows))
+        sizes = (rows * contract.small_block_length, rows * contract.block_length)
+        return {size for size in sizes if f"f32[{size},{model.config.vocab_size}]" in program}
+
+    assert logits(config.policy) == {rows * contract.small_block_length}
+    assert logits(Editing(config.policy)) == {rows * contract.block_length}
 
 
 @pytest.mark.parametrize(
