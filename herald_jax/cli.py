@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from herald_jax.cli_arguments import build_request, fail, parser
+from herald_jax.cli_arguments import build_request, fail, interrupted, parser
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, check_request, stream
@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+        return interrupted("interrupted", argv)
     except (HeraldError, OSError) as error:
         return fail(error)
     except jax.errors.JaxRuntimeError as error:

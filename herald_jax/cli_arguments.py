@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from herald_jax import denoise
@@ -76,6 +78,21 @@ def fail(error: Exception | str) -> int:
         error = f"{error.filename}: {error.strerror}"
     print(f"error: {error}", file=sys.stderr)
     return 2
+
+
+def interrupted(sentence: str, argv: Sequence[str] | None) -> int:
+    """Report that the user has stopped the command; returns the exit status for it.
+
+    A process of its own (`argv` None) ends here instead, without Python's and JAX's last duties: XLA goes on compiling
+    what nobody waits for any more, and that of JAX 0.10 crashes where the interpreter takes its devices away meanwhile.
+    """
+    print(f"\n{sentence}", file=sys.stderr)
+    if argv is None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(130)
+    return 130
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +186,10 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def _share_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor auto") from None
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

@@ -334,8 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
+        return cli_arguments.interrupted("interrupted; the same command goes on where it stopped", argv)
     except (HeraldError, OSError) as error:
         return cli_arguments.fail(error)
     except jax.errors.JaxRuntimeError as error:

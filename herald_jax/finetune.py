@@ -305,8 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from the last saved state", file=sys.stderr)
-        return 130
+        return cli_arguments.interrupted("interrupted; the same command continues from the last saved state", argv)
     except (HeraldError, OSError) as error:
         return cli_arguments.fail(error)
     return 0

@@ -309,6 +309,7 @@ WRONG = {
     "other_plans_flag": (["x", "--budget", "64"], "--budget belongs to --plan mage, but the plan is dense"),
     "budget": (["x", "--plan", "mage", "--budget", "1.5"], "budget is 1.5"),
     "no_budget": (["x", "--plan", "mage", "--budget", "all"], "'all' is neither a number of entries nor a fraction"),
+    "draft_at": (["x", "--plan", "herald", "--draft-at", "late"], "'late' is neither a fraction nor auto"),
     "plan_for_model": (["x", "--plan", "mage"], "dense_layers is 2, but the model has 2 layers"),
     "batch": (["x", "--batch-size", "0"], "--batch-size is 0"),
     "devices": (["x", "--devices", "64"], "64 devices"),
@@ -444,6 +445,24 @@ def test_interrupt_ends_cleanly(long_checkpoint, tmp_path) -> None:
     assert process.returncode == 130
     assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_interrupt_while_compiling_ends_cleanly(long_checkpoint, tmp_path) -> None:
+    """XLA goes on compiling; the interpreter that ends meanwhile is not to crash (JAX 0.10 would)."""
+    command = [*COMMAND, long_checkpoint, *LONG, "--output", str(tmp_path / "answer")]
+    logging = os.environ | {"JAX_LOG_COMPILES": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=logging) as process:
+        try:
+            while not ("Compiling" in (line := process.stderr.readline()) and "run_blocks" in line):
+                assert line
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "\ninterrupted\n" in err
     assert os.listdir(tmp_path) == []
 
 
