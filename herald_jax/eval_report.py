@@ -69,18 +69,22 @@ def summarise(
 
     Args:
       sets: each set's name and the group it is averaged in ("1024" for all tasks of that length).
-      answers: records with "plan", "set", "index", "score"; one with "agreement" is a replay's.
+      answers: records with "plan", "set", "index", "score"; one with "agreement" is a replay's, and one with "error"
+        ended early.
       batches: records with "plan", "set" and the counts of `stats.Stats`.
     """
     labels = [describe(plan) for plan in plans]
     scores: dict[tuple[str, str], dict[int, float]] = {}
     agreement: dict[tuple[str, str], list[float]] = {}
+    failed: dict[tuple[str, str], set[int]] = {}
     for record in answers:
         key = (record["plan"], record["set"])
         if "agreement" in record:
             agreement.setdefault(key, []).append(record["agreement"])
         else:
             scores.setdefault(key, {})[record["index"]] = record["score"]
+            if "error" in record:
+                failed.setdefault(key, set()).add(record["index"])
     counts: dict[tuple[str, str], dict[str, float]] = {}
     for record in batches:
         total = counts.setdefault((record["plan"], record["set"]), dict.fromkeys(_COUNTS, 0.0))
@@ -98,6 +102,7 @@ def summarise(
             values = [found[i] for i in sorted(found)]
             low, high = interval(values)
             row = {"plan": label, "budget": budget, "set": name, "group": group, "samples": len(values)}
+            row["failed"] = len(failed.get((label, name), ()))
             row |= {"score": float(np.mean(values)), "low": low, "high": high}
             row |= _figures(counts.get((label, name), dict.fromkeys(_COUNTS, 0.0)))
             if dense is not None and label != dense and (reference := scores.get((dense, name))):

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import SharedPrefill, check_request, generate
 from herald_jax.loading import Model, load
+from herald_jax.manifest import MANIFEST
 from herald_jax.plans import Dense, Plan
 from herald_jax.sharding import make_mesh
 
@@ -95,10 +97,7 @@ def longbench_sets(
     A prompt longer than the model's context less `room` is cut in its middle, as LongBench does.
     Raises GenerationError for lines that are not of that form, and for data sets without a metric.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise GenerationError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    text = tasks.read_text(path)
     found: dict[str, list[EvalSample]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -119,15 +118,19 @@ def longbench_sets(
             continue
         try:
             prompt = template.format(context=record["context"], input=record["input"])
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise GenerationError(f"the template is wrong ({error}); it may name {{context}} and {{input}}") from error
         ids = _encode(model, prompt, chat)
         most = model.config.max_position_embeddings - room
         if len(ids) > most:
             ids = ids[: most // 2] + ids[-(most - most // 2) :]
-        classes = tuple(record.get("all_classes") or ())
         kind = metric or metrics.longbench_metric(dataset)
-        chosen.append(EvalSample(len(chosen), ids, tuple(map(str, answers)), kind, classes, dataset))
+        classes = record.get("all_classes") or ()
+        if kind == "classification" and not (classes and isinstance(classes, list)):
+            raise GenerationError(
+                f'{where} has no list of class names as its "all_classes", which classification needs'
+            )
+        chosen.append(EvalSample(len(chosen), ids, tuple(map(str, answers)), kind, tuple(map(str, classes)), dataset))
     if not found:
         raise GenerationError(f"{path} holds no sample")
     return [EvalSet(name, "LongBench", samples) for name, samples in found.items()]
@@ -136,7 +139,7 @@ def longbench_sets(
 class Journal:
     """`answers.jsonl`: the settings, then a record for every answer and every batch's counts.
 
-    Raises GenerationError when the file was written under other settings.
+    Raises GenerationError when the file was written under other settings, or by something else.
     """
 
     def __init__(self, directory: Path, settings: dict[str, Any]):
@@ -144,25 +147,27 @@ class Journal:
         path = directory / "answers.jsonl"
         self.answers: list[dict[str, Any]] = []
         self.batches: list[dict[str, Any]] = []
-        whole = b""
-        if path.is_file():
-            # A line cut short by an interruption is not an answer.
-            whole = path.read_bytes()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            lines = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
-            if lines:
-                differing = sorted(k for k in settings.keys() | lines[0].keys() if settings.get(k) != lines[0].get(k))
-                if differing:
-                    raise GenerationError(
-                        f"{path} was written with another {', '.join(differing)}; give another --output, or remove it"
-                    )
-            for record in lines[1:]:
+        # A line cut short by an interruption is not an answer.
+        whole = path.read_bytes() if path.is_file() else b""
+        whole = whole[: whole.rfind(b"\n") + 1]
+        try:
+            # Not `splitlines`: an answer may hold what that takes for the end of one.
+            given, *records = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]] or [settings]
+            differing = sorted(k for k in settings.keys() | given.keys() if settings.get(k) != given.get(k))
+            for record in records:
+                _ = record["plan"], record["set"]
                 (self.answers if "index" in record else self.batches).append(record)
-        self._file = path.open("wb")
-        self._file.write(whole)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise GenerationError(f"{path} is damaged ({error!r}); remove it, or give another --output") from error
+        if differing:
+            raise GenerationError(
+                f"{path} was written with another {', '.join(differing)}; give another --output, or remove it"
+            )
+        # Never less than it held: a process may die at any time.
+        self._file = path.open("ab")
+        self._file.truncate(len(whole))
         if not whole:
             self.add(settings)
-        self._file.flush()
         self.done = {(r["plan"], r["set"], r["index"]) for r in self.answers if "agreement" not in r}
         self.replayed = {(r["plan"], r["set"], r["index"]) for r in self.answers if "agreement" in r}
 
@@ -202,7 +207,14 @@ def run(
     Args:
       replays: of each set, so many samples are also replayed with the dense plan's tokens forced.
       workers: as in `answer`.
+
+    Raises GenerationError for requests that cannot be served, before anything is written.
     """
+    for plan in plans:
+        for each in sets:
+            check_request(model.config, config, plan, [sample.ids for sample in each.samples])
+    if replays:
+        replay.check_config(config)
     journal = Journal(directory, settings)
     try:
         answer(model, plans, sets, config, journal, batch_size=batch_size, workers=workers)
@@ -230,9 +242,6 @@ def answer(
     With `workers` above 1, so many plans answer a batch side by side, from one prefill: what takes long with a small
     model is compiling. Each then holds a cache of its own.
     """
-    for plan in plans:
-        for each in sets:
-            check_request(model.config, config, plan, [sample.ids for sample in each.samples])
     total = len(plans) * sum(len(each.samples) for each in sets)
     labels = {eval_report.describe(plan): plan for plan in plans}
 
@@ -270,9 +279,11 @@ def _answer(
     result = generate(model, [sample.ids for sample in batch], config, plan, shared=shared)
     assert result.texts is not None  # an evaluation has a tokenizer
     records = []
-    for sample, text, tokens in zip(batch, result.texts, result.tokens, strict=True):
+    for row, (sample, text, tokens) in enumerate(zip(batch, result.texts, result.tokens, strict=True)):
         value = metrics.score(sample.metric, text, sample.expected, classes=sample.classes, dataset=sample.dataset)
         records.append({"index": sample.index, "score": value, "answer": text, "tokens": len(tokens)})
+        if row in result.errors:
+            records[-1]["error"] = result.errors[row]
     return records, {name: getattr(result.stats, name) for name in _COUNTS}
 
 
@@ -332,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status and never raises for what a user can cause."""
     args = _parser().parse_args(argv)
     try:
-        _run(args)
+        failed = _run(args)
     except KeyboardInterrupt:
         return cli_arguments.interrupted("interrupted; the same command goes on where it stopped", argv)
     except (HeraldError, OSError) as error:
@@ -341,7 +352,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return cli_arguments.fail("the device ran out of memory; lower --batch-size, or spread the model (--devices)")
-    return 0
+    if failed:
+        print(
+            f"error: {failed} answers ended early because the model produced NaN; what was written of them is scored",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def _numbers(flag: str, text: str) -> list[int]:
@@ -351,7 +367,16 @@ def _numbers(flag: str, text: str) -> list[int]:
         raise GenerationError(f"{flag} is {text!r}, but numbers separated by commas were expected") from None
 
 
-def _run(args: argparse.Namespace) -> None:
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run's answers depend on: the flags, and what is in the files that they name when it begins."""
+    ignored = {"output", "batch_size", "devices", "samples", "replay"}
+    settings = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
+    files = [*(args.data or ()), *filter(None, (args.template, args.haystack)), str(Path(args.checkpoint) / MANIFEST)]
+    return settings | {f"content of {f}": hashlib.sha256(Path(f).read_bytes()).hexdigest()[:16] for f in files}
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Returns how many answers the model failed on."""
     config, plan = cli_arguments.build_request(args)
     plans: list[Plan] = [plan] if isinstance(plan, Dense) else [Dense(), plan]
     if args.budgets is not None:
@@ -361,19 +386,26 @@ def _run(args: argparse.Namespace) -> None:
             budgets = [cli_arguments.count_or_fraction(part) for part in args.budgets.split(",")]
         except argparse.ArgumentTypeError as error:
             raise GenerationError(f"--budgets: {error}") from None
-        plans = [Dense(), *(dataclasses.replace(plan, budget=budget) for budget in budgets)]
+        plans = [Dense(), *(dataclasses.replace(plan, budget=budget) for budget in dict.fromkeys(budgets))]
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:
             raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
     if args.samples is not None and args.samples < 1:
         raise GenerationError(f"--samples is {args.samples}, but must be at least 1")
+    if args.replay < 0:
+        raise GenerationError(f"--replay is {args.replay}, but must be a number of samples")
+    directory = Path(args.output)
+    if directory.exists() and not directory.is_dir():
+        raise GenerationError(f"--output {args.output} is a file, but a directory was expected")
     if args.data and args.tasks:
         raise GenerationError("give --tasks or --data, not both; each has its own results")
     model = load(args.checkpoint, dtype=args.dtype, mesh=make_mesh(model=args.devices) if args.devices > 1 else None)
     chat = model.tokenizer.chat_template is not None if args.chat is None else args.chat
     sets: list[EvalSet] = []
     if args.data:
-        template = Path(args.template).read_text(encoding="utf-8") if args.template else _PLAIN_TEMPLATE
+        template = tasks.read_text(args.template) if args.template else _PLAIN_TEMPLATE
+        if "{context" not in template and "{input" not in template:
+            raise GenerationError(f"--template {args.template} names neither {{context}} nor {{input}}")
         for path in args.data:
             sets += longbench_sets(
                 Path(path), model, metric=args.metric, template=template, room=config.max_new_tokens,
@@ -381,28 +413,33 @@ def _run(args: argparse.Namespace) -> None:
             )  # fmt: skip
     else:
         names = list(tasks.TASKS) if args.tasks in (None, "all") else args.tasks.split(",")
-        haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8")) if args.haystack else None
+        haystack = tasks.Haystack(tasks.read_text(args.haystack)) if args.haystack else None
         count, tokens = args.samples or 20, token_counter(model)
         for length in _numbers("--lengths", args.lengths):
             sets += [
                 task_set(model, t, length, count, seed=args.task_seed, haystack=haystack, chat=chat, tokens=tokens)
                 for t in names
             ]
-    ignored = {"output", "batch_size", "devices", "samples", "replay"}
-    settings = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
+    names = [each.name for each in sets]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise GenerationError(
+            f"there are two sets of samples named {', '.join(twice)}, but each has results of its own"
+        )
+    settings = _settings(args)
     summary = run(
         model,
         plans,
         sets,
         config,
-        Path(args.output),
+        directory,
         settings=settings,
         batch_size=args.batch_size,
         replays=args.replay,
     )
     if args.budgets is not None:
-        eval_report.curve(summary, Path(args.output) / "curve.png")
+        eval_report.curve(summary, directory / "curve.png")
     print(eval_report.markdown(summary, settings), end="")
+    return sum(row["failed"] for row in summary["rows"])
 
 
 if __name__ == "__main__":

@@ -421,7 +421,7 @@ def _source(
 
     haystack = None
     if args.haystack is not None:
-        haystack = tasks.Haystack(Path(args.haystack).read_text(encoding="utf-8"))
+        haystack = tasks.Haystack(tasks.read_text(args.haystack))
 
     def of(length: int, batch: int) -> Source:
         copies, block = _copies(args, length, contract.block_length), contract.block_length

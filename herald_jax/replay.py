@@ -107,11 +107,8 @@ def _start(
     return rows, options, pipeline
 
 
-def record(model: Model, prompt: Sequence[int], config: GenerateConfig) -> Trajectory:
-    """What the dense plan does with one prompt: greedy, until a stop token is final or `max_new_tokens` are written.
-
-    Raises GenerationError as `generate` does, for sampled decoding, and for token editing.
-    """
+def check_config(config: GenerateConfig) -> None:
+    """Raises GenerationError for what cannot be replayed: sampled decoding, and token editing."""
     if config.temperature > 0:
         raise GenerationError(
             f"temperature is {config.temperature}, but a replay needs greedy decoding (temperature 0)"
@@ -120,6 +117,14 @@ def record(model: Model, prompt: Sequence[int], config: GenerateConfig) -> Traje
         raise GenerationError(
             "a replay's blocks are final when they hold no mask, so it does not go with token editing"
         )
+
+
+def record(model: Model, prompt: Sequence[int], config: GenerateConfig) -> Trajectory:
+    """What the dense plan does with one prompt: greedy, until a stop token is final or `max_new_tokens` are written.
+
+    Raises GenerationError as `generate` and `check_config` do.
+    """
+    check_config(config)
     rows, options, _ = _start(model, list(prompt), config.max_new_tokens, Dense(), config.room)
     ends = set(model.config.diffusion.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids)
     blocks: list[tuple[list[State], np.ndarray]] = []

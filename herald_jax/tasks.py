@@ -91,6 +91,14 @@ class Haystack:
         return chosen
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a user's file. Raises GenerationError if it is not UTF-8, OSError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
 def sentences(text: str) -> list[str]:
     """The sentences of a text, white space normalised; fragments and monsters are left out."""
     flat = " ".join(text.split())

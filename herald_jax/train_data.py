@@ -197,10 +197,7 @@ class TextRows:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise GenerationError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    text = tasks.read_text(path)
     if path.suffix != ".jsonl":
         if not text.strip():
             raise GenerationError(f"{path} holds no text to train on")

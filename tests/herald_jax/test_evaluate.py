@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 import herald_jax
 from herald_jax import eval_report, evaluate, replay
+from herald_jax.checkpoint import save_checkpoint
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import StaticLowConfidence, Threshold
 from herald_jax.errors import GenerationError
@@ -97,6 +100,71 @@ def test_a_run_goes_on_where_it_stopped(
     assert "was written with another lengths" in capsys.readouterr().err
 
 
+def test_a_journal_loses_nothing_and_is_not_taken_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+
+    def journal(**settings: Any) -> evaluate.Journal:
+        opened = evaluate.Journal(tmp_path, {"checkpoint": "x"} | settings)
+        opened.close()
+        return opened
+
+    made = evaluate.Journal(tmp_path, {"checkpoint": "x"})
+    answer = "what splits lines elsewhere: \x85 \u2028 \u2029"
+    made.answered("dense", "qasper", [{"index": 0, "score": 1.0, "answer": answer}], dict.fromkeys(evaluate._COUNTS, 0))
+    made.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[-20:-1])
+    again = journal()
+    assert [r["answer"] for r in again.answers] == [answer]
+    assert again.done == {("dense", "qasper", 0)}
+    assert path.read_bytes() == whole
+    with pytest.raises(GenerationError, match="written with another chat"):
+        journal(chat=True)
+    lines = whole.splitlines(keepends=True)
+    for damaged in (b"\xff\n", b"{\n", b"[]\n", lines[0] + b'{"index": 0}\n', lines[0] + b"\0" * 10 + b"\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(GenerationError, match=r"answers.jsonl is damaged .*; remove it"):
+            journal()
+        assert path.read_bytes() == damaged
+
+
+def test_a_bad_request_leaves_nothing_behind(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or the right one would be refused for being another."""
+    few = ["--no-chat", "--tasks", "single_needle", "--lengths", "500", "--samples", "1"]
+    for flags, message in (
+        (["--max-new-tokens", "900"], "the model's context is 1024 tokens"),
+        (["--replay", "1", "--temperature", "0.5"], "a replay needs greedy decoding"),
+        (["--plan", "mage"], "dense_layers is 2, but the model has 1 layers"),
+    ):
+        assert evaluate.main([str(source), "--output", str(tmp_path / "out"), *few, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_content_under_the_same_name_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "qasper.jsonl"
+    record = {"input": "Who?", "context": "Ada.", "answers": ["Ada"]}
+    data.write_text(json.dumps(record))
+    arguments = [str(source), "--output", str(tmp_path / "out"), "--data", str(data), "--max-new-tokens", "4"]
+    assert evaluate.main(arguments) == 0
+    data.write_text(json.dumps(record | {"context": "Ben."}))
+    assert evaluate.main(arguments) == 2
+    assert f"was written with another content of {data}" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_is_reported(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = herald_jax.load(source)
+    model.params["norm"]["scale"] = np.full_like(model.params["norm"]["scale"], np.nan)
+    save_checkpoint(tmp_path / "nan", model.config, model.params, tokenizer_dir=model.tokenizer_dir)
+    few = ["--no-chat", "--tasks", "single_needle", "--lengths", "500", "--samples", "2", "--max-new-tokens", "4"]
+    assert evaluate.main([str(tmp_path / "nan"), "--output", str(tmp_path / "out"), *few]) == 1
+    assert "2 answers ended early because the model produced NaN" in capsys.readouterr().err
+    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert row["failed"] == row["samples"] == 2
+
+
 def test_plans_side_by_side(source: Path, first: Path, tmp_path: Path) -> None:
     """From one prefill, in threads: the answers are the same, and so they are in caches that have more room."""
     model = herald_jax.load(source)
@@ -151,13 +219,15 @@ def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
         ("", "holds no sample"),
         ('{"input": "", "context": "", "answers": []}', "no list of expected texts"),
         ('{"input": "", "context": "", "answers": ["a"], "dataset": "other"}', "data set 'other' has no metric"),
+        ('{"input": "", "context": "", "answers": ["a"], "dataset": "trec"}', 'no list of class names.*"all_classes"'),
     ):
         path.write_text(text)
         with pytest.raises(GenerationError, match=message):
             evaluate.longbench_sets(path, model, template="{context}{input}", **options)
     path.write_text(json.dumps(records[0]))
-    with pytest.raises(GenerationError, match="template is wrong"):
-        evaluate.longbench_sets(path, model, template="{question}", **options)
+    for template in ("{question}", "{", "{context.end}", "{context[a]}", "{}"):
+        with pytest.raises(GenerationError, match="template is wrong"):
+            evaluate.longbench_sets(path, model, template=template, **options)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +240,10 @@ def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--samples", "0"], "--samples is 0"),
         (["--tasks", "all", "--data", "x.jsonl"], "not both"),
         (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
+        (["--replay", "-1"], "--replay is -1"),
+        (["--tasks", "fact_qa,fact_qa", "--samples", "1"], "two sets of samples named fact_qa/1024"),
+        (["--haystack", sys.executable], "is not UTF-8 text"),
+        (["--data", "x.jsonl", "--template", os.devnull], "/dev/null names neither {context} nor {input}"),
         (["--no-chat", "--lengths", "2000", "--samples", "1"], "context is 1024 tokens"),
     ],
 )
