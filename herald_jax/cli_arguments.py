@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from herald_jax import denoise
 from herald_jax.config import DTYPES, GenerateConfig
 from herald_jax.errors import GenerationError
+from herald_jax.manifest import MANIFEST
 from herald_jax.plans import Dense, Herald, Mage, Plan
 
 # Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
@@ -93,6 +96,13 @@ def interrupted(sentence: str, argv: Sequence[str] | None) -> int:
                 stream.flush()
         os._exit(130)
     return 130
+
+
+def settings(args: argparse.Namespace, ignored: Collection[str], files: Iterable[str | None]) -> dict[str, Any]:
+    """What a result depends on: the flags but for some, and what is in the checkpoint and in the named files."""
+    given = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
+    read = [*filter(None, files), str(Path(args.checkpoint) / MANIFEST)]
+    return given | {f"content of {file}": hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in read}
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import SharedPrefill, check_request, generate
 from herald_jax.loading import Model, load
-from herald_jax.manifest import MANIFEST
 from herald_jax.plans import Dense, Plan
 from herald_jax.sharding import make_mesh
 
@@ -368,11 +366,9 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run's answers depend on: the flags, and what is in the files that they name when it begins."""
-    ignored = {"output", "batch_size", "devices", "samples", "replay"}
-    settings = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
-    files = [*(args.data or ()), *filter(None, (args.template, args.haystack)), str(Path(args.checkpoint) / MANIFEST)]
-    return settings | {f"content of {f}": hashlib.sha256(Path(f).read_bytes()).hexdigest()[:16] for f in files}
+    """What a run's answers depend on."""
+    files = [*(args.data or ()), args.template, args.haystack]
+    return cli_arguments.settings(args, {"output", "batch_size", "devices", "samples", "replay"}, files)
 
 
 def _run(args: argparse.Namespace) -> int:

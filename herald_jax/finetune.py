@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,14 +25,20 @@ from jax.sharding import Mesh
 
 from herald_jax import cli_arguments, joined_layers, lora, sharding, tasks, training
 from herald_jax.checkpoint import check_destination, load_checkpoint, save_checkpoint
-from herald_jax.config import ModelConfig
+from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.errors import ConfigError, GenerationError, HeraldError
+from herald_jax.generate import check_request
 from herald_jax.model import Params, flatten, param_specs, unflatten
 from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.text import load_tokenizer
 from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
 from herald_jax.train_data import Source, TaskRows, TextRows, Turns
+
+# Flags with which a run may go on: the trajectory is the same with others, but for the rate's, which follows --steps.
+_NO_MATTER = {"output", "steps", "save_every", "devices", "attention", "no_remat", "curve", "force"}
+# Steps of each length among which one must have something to learn.
+_LOOKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,17 +315,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_arguments.interrupted("interrupted; the same command continues from the last saved state", argv)
     except (HeraldError, OSError) as error:
         return cli_arguments.fail(error)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return cli_arguments.fail(
+            "the device ran out of memory; lower --batch-size, --length or --copies, train adapters (--lora), or give "
+            "more --devices"
+        )
     return 0
 
 
 def _run(args: argparse.Namespace) -> None:
     if (args.data is None) == (args.tasks is None):
         raise GenerationError("give either --data or --tasks, so that there is something to train on")
-    for name in ("batch_size", "steps", "devices", "save_every"):
-        if getattr(args, name) < 1:
-            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
-    if not 0 <= args.final_rate <= 1:
-        raise GenerationError(f"--final-rate is {args.final_rate}, but must be a share of the rate, from 0 to 1")
+    for name, least in (
+        ("batch_size", 1),
+        ("steps", 1),
+        ("devices", 1),
+        ("save_every", 1),
+        ("copies", 1),
+        ("warmup", 0),
+    ):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise GenerationError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+    for name, of in (("final_rate", "the rate"), ("full", "the blocks")):
+        if not 0 <= getattr(args, name) <= 1:
+            raise GenerationError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be a share of {of}, from 0 to 1"
+            )
+    if args.learning_rate is not None and not 0 < args.learning_rate < float("inf"):
+        raise GenerationError(f"--learning-rate is {args.learning_rate}, but must be a positive number")
+    if args.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise GenerationError(f"--attention cudnn needs an NVIDIA GPU, but JAX runs on {jax.default_backend()}")
     options = LossOptions(
         cli_arguments.build_plan(args), args.kl, args.exact, args.canvas, lora_alpha=float(2 * (args.lora or 1)),
         remat=not args.no_remat, implementation=args.attention,
@@ -329,6 +358,7 @@ def _run(args: argparse.Namespace) -> None:
     found = load_checkpoint(args.checkpoint, sharding_for=place)
     config = found.config
     block = config.diffusion.block_length
+    check_request(config, GenerateConfig(), options.plan, [])
     if found.tokenizer_dir is None:
         raise GenerationError(f"{args.checkpoint} carries no tokenizer, which the training text needs")
     lengths = _lengths(args.length, block, config.max_position_embeddings)
@@ -336,6 +366,12 @@ def _run(args: argparse.Namespace) -> None:
     batches = [max(1, args.batch_size * lengths[0] // n // args.devices) * args.devices for n in lengths]
     batches[0] = args.batch_size
     source = _source(args, config, load_tokenizer(found.tokenizer_dir), lengths, batches)
+    for turn, length in enumerate(lengths):
+        steps = range(turn, turn + _LOOKS * len(lengths), len(lengths))
+        if not any(source.rows(step).maskable.any() for step in steps):
+            raise GenerationError(
+                f"rows of {length} tokens end before the answers that are to be learned; give a longer --length"
+            )
     print("memory of a step, by formula:", file=sys.stderr)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     for line in memory_lines(
@@ -362,6 +398,7 @@ def _run(args: argparse.Namespace) -> None:
     del loaded, trained
     directory = Path(f"{args.output}.state")
     resumed = training.restore_state(directory, state)
+    _same_settings(directory, cli_arguments.settings(args, _NO_MATTER, [args.data, args.haystack]), resumed is not None)
     if resumed is not None:
         print(f"continuing from step {int(resumed.step)} in {directory}", file=sys.stderr)
         state = resumed
@@ -387,6 +424,21 @@ def _run(args: argparse.Namespace) -> None:
     )
     if args.curve and curve:
         training.plot_curve(curve, args.curve)
+
+
+def _same_settings(directory: Path, settings: dict[str, Any], resumed: bool) -> None:
+    """Keep with a run's states what it depends on. Raises GenerationError for a state of another run."""
+    path = directory / "settings.json"
+    text = json.dumps(settings, indent=1) + "\n"
+    if resumed and path.is_file():
+        settings, given = json.loads(text), json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(k for k in settings.keys() | given.keys() if settings.get(k) != given.get(k))
+        if differing:
+            raise GenerationError(
+                f"{directory} is of a run with another {', '.join(differing)}; give another output, or remove it"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _lengths(given: str, block: int, most: int) -> list[int]:

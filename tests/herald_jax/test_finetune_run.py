@@ -108,6 +108,12 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
     assert "already holds a checkpoint" in capsys.readouterr().err
     assert finetune.main([*arguments, "--steps", "2", "--force"]) == 0
     assert "continuing from step 2" in capsys.readouterr().err
+    # The states of another run are not gone on from, whether the flags or the data are others.
+    assert finetune.main([*arguments, "--steps", "2", "--force", "--learning-rate", "0.01"]) == 2
+    assert "is of a run with another learning_rate; give another output" in capsys.readouterr().err
+    data.write_text(json.dumps({"prompt": "three plus one is", "answer": " 4."}))
+    assert finetune.main([*arguments, "--steps", "2", "--force"]) == 2
+    assert f"is of a run with another content of {data}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,12 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
         (["--tasks", "all", "--steps", "0"], "--steps is 0"),
         (["--tasks", "all", "--final-rate", "1.5"], "--final-rate is 1.5, but must be a share of the rate"),
         (["--data", "absent.txt"], "absent.txt: No such file"),
+        (["--tasks", "all", "--copies", "0"], "--copies is 0, but must be at least 1"),
+        (["--tasks", "all", "--warmup", "-1"], "--warmup is -1, but must be at least 0"),
+        (["--tasks", "all", "--full", "2"], "--full is 2.0, but must be a share of the blocks"),
+        (["--tasks", "all", "--learning-rate", "0"], "--learning-rate is 0.0, but must be a positive number"),
+        (["--tasks", "all", "--plan", "mage", "--dense-layers", "2"], "dense_layers is 2, but the model has 2 layers"),
+        (["--tasks", "all", "--length", "64"], "rows of 64 tokens end before the answers"),
         (["--tasks", "all", "--plan", "mage", "--selector", "quest"], "goes with selector 'mage'"),
     ],
 )
@@ -128,6 +140,20 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str], argume
     arguments = arguments if "--length" in arguments else [*arguments, "--length", "512"]
     assert finetune.main([str(source), str(tmp_path / "out"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_device_without_room_is_said_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 3 bytes.")
+
+    monkeypatch.setattr(finetune, "train", full)
+    source, data = checkpoint.save(tmp_path / "model"), tmp_path / "text.txt"
+    data.write_text("One and one and one. " * 20)
+    arguments = [str(source), str(tmp_path / "out"), "--data", str(data), "--length", "64"]
+    assert finetune.main(arguments) == 2
+    assert "ran out of memory; lower --batch-size" in capsys.readouterr().err
 
 
 def test_text_rows(tmp_path: Path) -> None:
