@@ -29,7 +29,7 @@ from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.errors import ConfigError, GenerationError, HeraldError
 from herald_jax.generate import check_request
 from herald_jax.model import Params, flatten, param_specs, unflatten
-from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
+from herald_jax.objective import TrainBatch, check_family, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.text import load_tokenizer
 from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
@@ -328,14 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if (args.data is None) == (args.tasks is None):
         raise GenerationError("give either --data or --tasks, so that there is something to train on")
-    for name, least in (
-        ("batch_size", 1),
-        ("steps", 1),
-        ("devices", 1),
-        ("save_every", 1),
-        ("copies", 1),
-        ("warmup", 0),
-    ):
+    for name in ("batch_size", "steps", "devices", "save_every", "copies", "warmup"):
+        least = int(name != "warmup")
         value = getattr(args, name)
         if value is not None and value < least:
             raise GenerationError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
@@ -359,6 +353,7 @@ def _run(args: argparse.Namespace) -> None:
     config = found.config
     block = config.diffusion.block_length
     check_request(config, GenerateConfig(), options.plan, [])
+    check_family(config.diffusion)
     if found.tokenizer_dir is None:
         raise GenerationError(f"{args.checkpoint} carries no tokenizer, which the training text needs")
     lengths = _lengths(args.length, block, config.max_position_embeddings)

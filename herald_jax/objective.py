@@ -71,6 +71,12 @@ class TrainBatch:
         return jnp.take_along_axis(blocks, self.at[:, :, None], axis=1)
 
 
+def check_family(contract: DiffusionContract) -> None:
+    """Raises ConfigError for a model without a mask token."""
+    if contract.mask_token_id is None:
+        raise ConfigError("the model has no mask token, so there is nothing to denoise; training needs a block dLLM")
+
+
 def corrupt(
     key: jax.Array,
     tokens: jax.Array,
@@ -98,8 +104,7 @@ def corrupt(
     """
     batch, length = tokens.shape
     block = contract.block_length
-    if contract.mask_token_id is None:
-        raise ConfigError("the model has no mask token, so there is nothing to denoise; training needs a block dLLM")
+    check_family(contract)
     if length % block:
         raise ConfigError(f"sequences have {length} tokens, but a multiple of the block length {block} was expected")
     blocks = length // block

@@ -13,6 +13,7 @@ import pytest
 
 import herald_jax
 from herald_jax import finetune, lora, sharding, training
+from herald_jax.checkpoint import save_checkpoint
 from herald_jax.config import ModelConfig
 from herald_jax.errors import CheckpointError, ConfigError, GenerationError
 from herald_jax.model import flatten
@@ -140,6 +141,18 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str], argume
     arguments = arguments if "--length" in arguments else [*arguments, "--length", "512"]
     assert finetune.main([str(source), str(tmp_path / "out"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_causal_model_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Path(f"{checkpoint.save(tmp_path / 'model')}-tokenizer")
+    config = dataclasses.replace(tiny.LLAMA, vocab_size=264)
+    save_checkpoint(tmp_path / "causal", config, tiny.params(config), tokenizer_dir=files)
+    arguments = [str(tmp_path / "causal"), str(tmp_path / "out"), "--tasks", "all", "--length", "512"]
+    assert finetune.main(arguments) == 2
+    assert "the model has no mask token" in capsys.readouterr().err
+    assert not (tmp_path / "out.state").exists()
 
 
 def test_a_device_without_room_is_said_in_a_sentence(
