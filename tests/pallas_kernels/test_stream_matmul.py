@@ -108,6 +108,25 @@ def test_chosen_cuts_fit(tokens, gated, depth, columns):
     assert config.columns <= columns * (1 + gated)
 
 
+# (depth, columns, gated): (columns, splits, rows) of the fastest of the cuts that were measured.
+FASTEST = {
+    (1536, 8960, True): (320, 1, 128), (8960, 1536, False): (128, 5, 128), (1536, 2048, False): (128, 4, 128),
+    (2048, 6144, True): (192, 1, 128), (6144, 2048, False): (128, 4, 128), (2048, 4096, False): (128, 2, 128),
+    (4096, 12288, True): (192, 1, 256), (12288, 4096, False): (192, 3, 128), (4096, 6144, False): (192, 2, 128),
+    (4096, 4096, False): (128, 2, 128), (3584, 18944, True): (320, 1, 128), (3584, 4608, False): (256, 3, 128),
+}  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("product", FASTEST)
+def test_the_cut_is_the_fastest_of_those_measured(product):
+    """Of 256 tokens, on an H200 (docs/kernels-matmul.md): the estimate by which a cut is chosen ranks them so."""
+    from pallas_kernels import stream_matmul_wide as wide
+
+    config = wide.make_config(256, *product)
+    assert (config.columns, config.splits, config.rows) == FASTEST[product]
+
+
 @needs_mosaic
 @pytest.mark.parametrize("tokens", [32, 72, 136, 256])
 def test_lowers_for_an_h100(tokens):
@@ -119,5 +138,5 @@ def test_lowers_for_an_h100(tokens):
     shapes = OF((tokens, 4096), HALF), OF((4096, 6144), HALF), OF((4096, 2, 12288), HALF)
     text = lower_for_h100(both, *shapes)
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2
-    splits = {32: 5, 72: 2, 136: 4, 256: 4}[tokens]
+    splits = {32: 5, 72: 2, 136: 4, 256: 2}[tokens]
     assert f"tensor<{splits}x{tokens}x6144xbf16>" in text
