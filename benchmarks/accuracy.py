@@ -171,7 +171,7 @@ def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.ablation:
         found = ablation_cases(options)
         table, _ = gathered("ablation", [Dense(), *found.values()], lengths)
-        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths))
+        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths), by_id=True)
     if options.finetuned:
         pair = finetuned_plans()
         _, before = gathered("untuned", pair, lengths)
@@ -232,8 +232,10 @@ def names_of(lengths: Sequence[int], tasks: Sequence[str]) -> dict[str, str]:
     return {f"{task}/{length}": str(length) for length in lengths for task in tasks}
 
 
-def write(options: argparse.Namespace, name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    common.write_results(name, rows, folder=options.out)
+def write(
+    options: argparse.Namespace, name: str, rows: list[dict[str, Any]], *, by_id: bool = False
+) -> list[dict[str, Any]]:
+    common.write_results(name, rows, folder=options.out, by_id=by_id)
     return rows
 
 
@@ -324,12 +326,12 @@ def ablation_cases(options: argparse.Namespace) -> dict[str, Plan]:
 def run_ablation(
     options: argparse.Namespace, lengths: Sequence[int], work: Path, until: float | None
 ) -> list[dict[str, Any]]:
-    """One row per changed option: the drop in points of the task mean."""
+    """One row per changed option: the drop in points of the task mean. Rows of other cases stay in the file."""
     found = ablation_cases(options)
     chosen: list[Plan] = [Dense(), *(dataclasses.replace(plan) for plan in found.values())]
 
     def report(table: Table) -> list[dict[str, Any]]:
-        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths))
+        return write(options, "accuracy-ablation", ablation_rows(table, found, lengths), by_id=True)
 
     table, _ = run_rounds(options, options.checkpoint, chosen, lengths, work / "ablation", until, report)
     return report(table)

@@ -133,6 +133,9 @@ def ablations(of: str, *, budgets: Sequence[float] = (0.05,), only: Sequence[str
             {"query": "all"},
             {"dense_layers": 1},
             {"draft": False},
+            {"keep_bonus": 0.0},
+            {"keep_bonus": 0.5},
+            {"keep_bonus": 1.0},
         ]
         herald = functools.partial(Herald, min_budget=1)
         makers |= {f"herald {named(change)}": functools.partial(herald, **change) for change in changes}
@@ -288,16 +291,24 @@ def threshold_rows(table: Table, lengths: Sequence[int]) -> list[dict[str, Any]]
 
 
 def ablation_rows(table: Table, found: dict[str, Plan], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """One row per case that has been answered, and what the best of MAGE's at 5 % loses on aggregation."""
+    """One row per case that has been answered, and what the best of MAGE's at 5 % loses on aggregation.
+
+    Each says how many points it is ahead of the first case of its budget and kind, on the samples that both have.
+    """
     rows = []
     lost: dict[str, float] = {}
     for length in lengths:
+        firsts: dict[tuple[str, type[Plan]], tuple[str, Plan]] = {}
         for case, plan in found.items():
             if (describe(plan), str(length)) not in table.means:
                 continue
             budget, name = case.split("/", 1)
             by_task = {task: 100 * table.score(plan, f"{task}/{length}")["drop"] for task in TASKS}
-            whole = table.drop(plan, length)
+            whole: dict[str, Any] = table.drop(plan, length)
+            other, base = firsts.setdefault((budget, type(plan)), (name, plan))
+            if base != plan:
+                ahead, low, high = mean_of_groups(table.differences(plan, base, length))
+                whole["ahead"] = {"of": other, "points": ahead, "low": low, "high": high}
             id = f"ablation/{budget}/{name_of(length)}/{name}"
             rows.append(common.row(id, whole.pop("drop"), "points", detail={**whole, "by_task": by_task}))
             if isinstance(plan, Mage) and budget == "5" and length == lengths[0]:

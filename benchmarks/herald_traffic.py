@@ -8,6 +8,7 @@ needs no GPU. (`benchmarks.herald` counts them on random weights, beside its tim
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,16 @@ import herald_jax
 from benchmarks import common
 from herald_jax import GenerateConfig, Herald, Model, Threshold, tasks
 
+# The default plan, and what is compared with it whatever its defaults are.
 PLANS = {
     "gather/reuse/traffic_fraction": Herald(0.05),
-    "gather/reuse/single_entries/traffic_fraction": Herald(0.05, page_size=1),
-    "gather/reuse/budget10/traffic_fraction": Herald(0.1),
+    "gather/reuse/bonus0/traffic_fraction": Herald(0.05, keep_bonus=0.0),
+    "gather/reuse/bonus0.5/traffic_fraction": Herald(0.05, keep_bonus=0.5),
+    "gather/reuse/bonus1/traffic_fraction": Herald(0.05, keep_bonus=1.0),
+    "gather/reuse/bonus0/single_entries/traffic_fraction": Herald(0.05, page_size=1, keep_bonus=0.0),
+    "gather/reuse/bonus0.5/single_entries/traffic_fraction": Herald(0.05, page_size=1, keep_bonus=0.5),
+    "gather/reuse/bonus0/budget10/traffic_fraction": Herald(0.1, keep_bonus=0.0),
+    "gather/reuse/bonus0.5/budget10/traffic_fraction": Herald(0.1, keep_bonus=0.5),
 }
 GOAL = "<=0.5"
 
@@ -48,19 +55,28 @@ def main() -> None:
     parser.add_argument("--lengths", default="4096,8000", help="of the prompts, in tokens (default %(default)s)")
     parser.add_argument("--texts", type=int, default=4, help="of each length (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="written behind each (default %(default)s)")
+    parser.add_argument("--only", choices=PLANS, metavar="ROW", help="this row, beside the others that there are")
     common.output_option(parser)
     options = parser.parse_args()
     model = herald_jax.load(options.checkpoint)
     rows: list[dict[str, Any]] = []
+    measured: dict[Herald, dict[int, float]] = {}
     for id, plan in PLANS.items():
-        found = {}
-        for length in map(int, options.lengths.split(",")):
-            found[length] = fraction(model, pieces(model.tokenizer.encode, options.texts, length), plan, options.blocks)
-            common.stage(f"{id}, {length} tokens: {found[length]:.3f}")
+        if options.only not in (None, id):
+            continue
+        same = dataclasses.replace(plan, keep_bonus=plan.bonus)
+        if same not in measured:
+            measured[same] = {}
+            for length in map(int, options.lengths.split(",")):
+                prompts = pieces(model.tokenizer.encode, options.texts, length)
+                measured[same][length] = fraction(model, prompts, plan, options.blocks)
+                common.stage(f"{id}, {length} tokens: {measured[same][length]:.3f}")
+        found = measured[same]
+        detail = {"by_length": found, "texts": options.texts, "blocks": options.blocks,
+                  "page_size": plan.page_size, "keep_bonus": plan.bonus}  # fmt: skip
         goal = GOAL if id == next(iter(PLANS)) else None
-        detail = {"by_length": found, "texts": options.texts, "blocks": options.blocks, "page_size": plan.page_size}
         rows.append(common.row(id, sum(found.values()) / len(found), "", goal=goal, detail=detail))
-        common.write_results("herald", rows, folder=options.out)
+        common.write_results("herald", rows, folder=options.out, by_id=options.only is not None)
     common.print_rows(rows)
 
 

@@ -56,6 +56,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "index_bits",
                 "split",
                 "reuse",
+                "keep_bonus",
             )
         },
     ),
@@ -244,6 +245,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--split", type=float, metavar="F", help="herald: share of the layers that 'split' indexes")
     group.add_argument(
         "--reuse", action=argparse.BooleanOptionalAction, help="herald: do not fetch again what the last pool held"
+    )
+    group.add_argument(
+        "--keep-bonus", type=float, metavar="F", help="herald: by so much what the last pool held scores higher"
     )
 
 

@@ -270,11 +270,19 @@ def _moves(
         # By page all layers in one launch: by itself one has too few heads to fill the device. Entry by entry their
         # scores are too large to be joined.
         scores = [jnp.stack(importance)] if select.scored_page(plan) > 1 else [x[None] for x in importance]
-        chosen = [select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation) for x in scores]
-        indices = jnp.concatenate(chosen)
         there = held
         if count < every:
             there = Held(jax.lax.dynamic_slice_in_dim(held.indices, first, count), held.resident)
+        favours: list[jax.Array | None] = [None] * len(scores)
+        if plan.bonus:
+            kept = [Held(x, held.resident) for x in jnp.split(there.indices, len(scores))]
+            pages = -(-scores[0].shape[-1] * select.scored_page(plan) // plan.page)
+            favours = [1 + plan.bonus * held_shares(x, counts, prefix, plan.page, pages) for x in kept]
+        chosen = [
+            select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation, favour)
+            for x, favour in zip(scores, favours, strict=True)
+        ]
+        indices = jnp.concatenate(chosen)
         near = held_slots(indices, there, counts) if plan.reuse else jnp.full_like(indices, -1)
         far = jnp.where(near >= 0, -1, indices)
         moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
@@ -375,6 +383,23 @@ def held_slots(indices: jax.Array, held: Held, counts: jax.Array) -> jax.Array:
     resident = (behind >= 0) & (behind < counts.reshape(1, -1, 1, 1) - selected)
     near = jnp.where(match, slot, jnp.where(resident, selected + behind, -1))
     return jnp.where(indices >= 0, near, -1)
+
+
+def held_shares(held: Held, counts: jax.Array, prefix: jax.Array, size: int, pages: int) -> jax.Array:
+    """How much of each of `pages` pages of `size` entries the current pool holds, f32[Ls, B, K, pages] in [0, 1].
+
+    Of what lies below `prefix` i32[B] in it. `counts` as in `held_slots`.
+    """
+    leading, lists = held.indices.shape[:3], held.indices.reshape(-1, held.indices.shape[-1])
+    # One scatter into flat counters: with an index for each axis XLA would write all of them out.
+    page = jnp.where(lists < 0, pages, lists // size)
+    at = jnp.where(page < pages, jnp.arange(len(lists), dtype=jnp.int32)[:, None] * pages + page, len(lists) * pages)
+    held_here = jnp.zeros(len(lists) * pages, jnp.int32).at[at].add(1, mode="drop").reshape(*leading, pages)
+    selected = jnp.sum(held.indices >= 0, axis=-1, dtype=jnp.int32)[..., None]
+    begin = jnp.arange(pages, dtype=jnp.int32).reshape(1, 1, 1, -1) * size
+    ahead = begin - held.resident.reshape(1, -1, 1, 1)  # of the resident block
+    resident = jnp.minimum(ahead + size, counts.reshape(1, -1, 1, 1) - selected) - jnp.maximum(ahead, 0)
+    return select.page_means((held_here + jnp.maximum(resident, 0)).astype(jnp.float32), size, prefix)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames=("spare", "guess"))

@@ -12,6 +12,9 @@ from typing import Literal
 
 from herald_jax.errors import GenerationError
 
+# What `Herald.keep_bonus` is by default where entries are reused.
+KEEP_BONUS = 0.0
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -161,6 +164,10 @@ class Herald:
       index_bits: 8 or 4, of each number in the index.
       split: share of the layers that "split" scores on the device.
       reuse: copy entries that the current pool holds already on the device instead of fetching them again (ours).
+      keep_bonus: what is added to the score of an entry that the current pool holds (of a page: for as much of it as it
+        holds) when the next pool is chosen, as a share of that score (ours). Others replace it only if they are better
+        by that factor, so fewer entries cross PCIe. A row's first selection has none to keep. None is `KEEP_BONUS` with
+        `draft` and `reuse`, and 0 without, where nothing is kept from block to block.
     """
 
     budget: float | int = 0.05
@@ -177,6 +184,7 @@ class Herald:
     index_bits: int = 8
     split: float = 0.5
     reuse: bool = True
+    keep_bonus: float | None = None
 
     def __post_init__(self) -> None:
         _check_budget(self)
@@ -200,11 +208,29 @@ class Herald:
                 fraction or (also != "" and value == "auto"),
                 f"{name} is {value!r}, but must be a fraction in [0, 1]{also}",
             )
+        if self.keep_bonus is not None:
+            plain = isinstance(self.keep_bonus, (int, float)) and not isinstance(self.keep_bonus, bool)
+            _ask(
+                plain and 0 <= self.keep_bonus < math.inf,
+                f"keep_bonus is {self.keep_bonus!r}, but must be a finite number of at least 0",
+            )
+            for name in ("draft", "reuse"):
+                _ask(
+                    not self.keep_bonus or getattr(self, name),
+                    f"keep_bonus is {self.keep_bonus!r}, but with {name} False no entry is kept from block to block",
+                )
 
     @property
     def page(self) -> int:
         """`page_size`."""
         return self.page_size
+
+    @property
+    def bonus(self) -> float:
+        """`keep_bonus`, as given or by default."""
+        if self.keep_bonus is not None:
+            return self.keep_bonus
+        return KEEP_BONUS if self.draft and self.reuse else 0.0
 
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for."""

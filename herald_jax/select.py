@@ -86,11 +86,11 @@ def by_page(score: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
 
     Equal scores are chosen from the lowest entry on, so pages are chosen whole but for the last one.
     """
-    mean = _page_means(page_sums(score, size, prefix), size, prefix)
+    mean = page_means(page_sums(score, size, prefix), size, prefix)
     return jnp.repeat(mean, size, axis=-1)[..., : score.shape[-1]]
 
 
-def _page_means(sums: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
+def page_means(sums: jax.Array, size: int, prefix: jax.Array) -> jax.Array:
     """Means f32[..., B, K, pages] of what sums f32[..., B, K, pages] add up below `prefix` i32[B]."""
     pages = sums.shape[-1]
     held = jnp.clip(prefix[:, None] - jnp.arange(pages)[None, :] * size, 1, size).astype(jnp.float32)
@@ -121,12 +121,18 @@ def pick_scored(
     prefix: jax.Array,
     capacity: int,
     implementation: str | None,
+    favour: jax.Array | None = None,
 ) -> jax.Array:
-    """`pick` from what a selecting attention returned, a number for `scored_page(plan)` entries: f32[..., B, K, S]."""
+    """`pick` from what a selecting attention returned, a number for `scored_page(plan)` entries: f32[..., B, K, S].
+
+    `favour` f32[..., B, K, ceil(N / plan.page)] is what each page's score is multiplied by.
+    """
     if scored_page(plan) > 1:
-        return pick_pages(plan, score, counts, prefix, capacity, implementation)
+        return pick_pages(plan, score, counts, prefix, capacity, implementation, favour)
     if plan.page > 1 and plan.selector != "quest":  # whose scores are by page already
         score = by_page(score, plan.page, prefix)
+    if favour is not None:
+        score = score * jnp.repeat(favour, plan.page, axis=-1)[..., : score.shape[-1]]
     score = with_residents(plan, score, prefix)
     leading = score.shape[:-1]
     wanted = jnp.broadcast_to(counts[..., None], leading)
@@ -141,15 +147,18 @@ def pick_pages(
     prefix: jax.Array,
     capacity: int,
     implementation: str | None,
+    favour: jax.Array | None = None,
 ) -> jax.Array:
     """`pick` from sums over pages, f32[..., B, K, ceil(N / plan.page)]: what it finds from `by_page`, bit for bit.
 
     Entries of a page have one score, so pages are chosen, by their means; of those with the lowest, the last entries
     are more than was wanted. That is at most two pages: one more than fills the budget is chosen, for the page that the
-    prefix ends in may have a single entry.
+    prefix ends in may have a single entry. `favour`, of `sums`' shape, multiplies the means.
     """
     size, leading = plan.page, sums.shape[:-1]
-    mean = _page_means(sums, size, prefix)
+    mean = page_means(sums, size, prefix)
+    if favour is not None:
+        mean = mean * favour
     wanted = jnp.broadcast_to(jnp.minimum(counts, capacity)[..., None], leading)
     end = jnp.broadcast_to(prefix[:, None], leading)
     most = -(-wanted // size) + (wanted > 0)

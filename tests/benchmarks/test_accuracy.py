@@ -128,6 +128,28 @@ def test_ablation_changes_one_thing_at_a_time() -> None:
     assert all(plan.budget == 0.05 and plan.min_budget == 1 for plan in found.values())
 
 
+def test_an_ablations_cases_are_compared_with_its_first_on_the_samples_that_both_have() -> None:
+    """Of ten samples the first case misses two, the second, which has answered four, one of the two and another."""
+    found = accuracy_rows.ablations("herald", only=["herald keep_bonus=0.0", "herald keep_bonus=0.5"])
+    plain, kept = found.values()
+    missed = {Dense(): (10, ()), plain: (10, (0, 1)), kept: (4, (1, 2))}
+    answers = [
+        {"plan": describe(plan), "set": f"{task}/4096", "index": i, "score": float(i not in which)}
+        for plan, (count, which) in missed.items() for task in TASKS for i in range(count)
+    ]  # fmt: skip
+    batches: list[dict[str, Any]] = []
+    names = {f"{task}/4096": "4096" for task in TASKS}
+    table = accuracy_rows.Table(eval_report.summarise(list(missed), names, answers, batches), answers)
+    first, second = accuracy_rows.ablation_rows(table, found, [4096])
+    assert [first["id"], second["id"]] == [f"ablation/5/4k/herald keep_bonus={bonus}" for bonus in (0.0, 0.5)]
+    assert first["value"] == pytest.approx(20)
+    assert "ahead" not in first["detail"]
+    ahead = second["detail"]["ahead"]
+    assert ahead["of"] == "herald keep_bonus=0.0"
+    assert ahead["points"] == pytest.approx(0)
+    assert ahead["low"] < 0 < ahead["high"]
+
+
 def row(id: str, value: float, **detail: Any) -> dict[str, Any]:
     return {"id": id, "value": value, "unit": "%", "detail": detail}
 

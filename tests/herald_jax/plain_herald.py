@@ -28,8 +28,14 @@ def _as_mage(plan: Herald) -> Mage:
     )  # fmt: skip
 
 
-def _chosen(plan: Herald, scores: Any, asking: Sequence[int], prefix: int, resident: range, layers: int) -> np.ndarray:
-    """Visible entries bool[L, K, WIDTH] for the next block, from each layer's scores [K, G, M, WIDTH + M]."""
+def _chosen(
+    plan: Herald, scores: Any, asking: Sequence[int], prefix: int, resident: range, layers: int,
+    held: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Visible entries bool[L, K, WIDTH] for the next block, from each layer's scores [K, G, M, WIDTH + M].
+
+    `held` are this block's, if any were chosen.
+    """
     heads = np.asarray(scores[0]).shape[0]
     visible = np.zeros((layers, heads, WIDTH), bool)
     visible[: plan.dense_layers, :, : prefix + len(resident)] = True
@@ -38,7 +44,8 @@ def _chosen(plan: Herald, scores: Any, asking: Sequence[int], prefix: int, resid
         of_layer, who = np.asarray(scores[layer]), list(asking)
         if plan.query == "mean":  # scores are linear in the query
             of_layer, who = of_layer[:, :, who].mean(axis=2, keepdims=True), [0]
-        for head, entries in enumerate(plain_mage._choose(_as_mage(plan), of_layer, who, prefix)):
+        now = None if held is None else held[layer]
+        for head, entries in enumerate(plain_mage._choose(_as_mage(plan), of_layer, who, prefix, now, plan.bonus)):
             visible[layer, head, sorted(entries)] = True
     return visible
 
@@ -109,6 +116,7 @@ def decode(model: Model, prompt: Sequence[int], request: GenerateConfig, plan: H
         kept = extended(kept, now, start)
         tokens += [token for token in canvas if token is not None]
         asking = list(range(int(contract.seeded), size))
-        visible = _chosen(plan, [c[2] for c in ahead], asking, start, range(start, start + size), layers)
+        resident = range(start, start + size)
+        visible = _chosen(plan, [c[2] for c in ahead], asking, start, resident, layers, held=visible)
         seed = int(np.argmax(lines[-1]))
         start += size

@@ -69,14 +69,21 @@ def _shares(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) 
     return merged
 
 
-def _choose(plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int) -> list[set[int]]:
-    """The entries that each KV head selects."""
+def _page_means(values: np.ndarray, page: int) -> np.ndarray:
+    """Each entry's value replaced by the mean over its page."""
+    return np.array([np.mean(values[i // page * page : (i // page + 1) * page]) for i in range(len(values))])
+
+
+def _choose(
+    plan: Mage, scores: np.ndarray, masked: Sequence[int], prefix: int, held: np.ndarray | None = None, bonus: float = 0
+) -> list[set[int]]:
+    """The entries that each KV head selects; those that it has `held`, bool[K, prefix], count for more by `bonus`."""
     always = {i for i in range(prefix) if i < plan.sinks or i >= prefix - plan.recent}
     chosen = []
-    for share in _shares(plan, scores, masked, prefix):
-        rank = np.arange(prefix) if plan.selector == "recent" else share
-        if plan.page > 1:
-            rank = [np.mean(rank[i // plan.page * plan.page : (i // plan.page + 1) * plan.page]) for i in range(prefix)]
+    for head, share in enumerate(_shares(plan, scores, masked, prefix)):
+        rank = np.arange(prefix) if plan.selector == "recent" else _page_means(share, plan.page)
+        if held is not None:
+            rank = rank * (1 + bonus * _page_means(held[head, :prefix], plan.page))
         best = sorted((i for i in range(prefix) if i not in always), key=lambda i: (-rank[i], i))
         chosen.append(always | set(best[: plan.entries(prefix) - len(always)]))
     return chosen

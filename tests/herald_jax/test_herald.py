@@ -27,6 +27,7 @@ from herald_jax import (
     host_scan,
     host_select,
     offload,
+    plans,
 )
 from herald_jax.generate import _Run
 from herald_jax.pooled import PooledKV
@@ -48,7 +49,7 @@ def generated(plan, form="sdar", request=REQUEST, lengths=LENGTHS):
     [
         ("sdar", Herald(1.0, dense_layers=1)),
         pytest.param("sdar", Herald(1.0, selector="split", split=0.4, index_bits=4), marks=pytest.mark.once),
-        pytest.param("fast_dllm", Herald(1.0, selector="index", draft_at=0.2), marks=pytest.mark.once),
+        pytest.param("fast_dllm", Herald(1.0, selector="index", draft_at=0.2, keep_bonus=2.0), marks=pytest.mark.once),
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.selector}-{x.query}",
 )
@@ -78,10 +79,17 @@ PLANS = [
         marks=pytest.mark.once,
     ),
     ("fast_dllm", Herald(0.25, min_budget=3, query="mean", draft_at=0.3, page_size=2)),
+    ("sdar", Herald(0.3, min_budget=2, page_size=3, keep_bonus=1.0)),
+    pytest.param(
+        "fast_dllm", Herald(0.3, min_budget=2, page_size=1, selector="split", keep_bonus=0.5), marks=pytest.mark.once
+    ),
+    pytest.param("sdar", Herald(0.3, min_budget=3, page_size=2, sinks=1, keep_bonus=1.0), marks=pytest.mark.once),
 ]
 
 
-@pytest.mark.parametrize(("form", "plan"), PLANS, ids=lambda x: x if isinstance(x, str) else x.query)
+@pytest.mark.parametrize(
+    ("form", "plan"), PLANS, ids=lambda x: x if isinstance(x, str) else f"{x.query}-{x.page_size}-{x.keep_bonus}"
+)
 def test_equals_the_plain_restatement_row_by_row(form, plan):
     """Also: whatever the neighbours do, since the restatement has none."""
     model, prompts = tiny.model(FORMS[form]), tiny.prompts(LENGTHS)
@@ -146,9 +154,10 @@ def test_a_scan_that_takes_longer_than_the_steps_is_fetched_in_parts(monkeypatch
     # 256K: 322 ms, 32 steps of 18.3 GB 196, the fetch of 1.9 GB 43.
     assert parts(256, 1) == 12
 
-    result = generated(SPARSE)
+    plan = dataclasses.replace(SPARSE, page_size=2, keep_bonus=1.0)
+    result = generated(plan)
     monkeypatch.setattr(draft_moment, "parts", lambda *_: 3)
-    in_parts = generated(SPARSE)
+    in_parts = generated(plan)
     assert in_parts.tokens == result.tokens
     moved, as_a_whole = in_parts.stats.offload, result.stats.offload
     for name in ("fetched_bytes", "reused_bytes", "scan_bytes", "blocks"):
@@ -173,6 +182,47 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
     assert moved.blocks > 0
     assert moved.scan_bytes > 0
     assert any("over PCIe" in line for line in stats.lines())
+
+
+def test_what_the_pool_holds_is_kept_if_it_is_nearly_as_good(monkeypatch):
+    plain = dataclasses.replace(SPARSE, page_size=2)
+    fetched = [
+        generated(dataclasses.replace(plain, keep_bonus=bonus)).stats.offload.fetched_bytes for bonus in (0, 0.5, 1e9)
+    ]
+    assert fetched[0] > fetched[1] > fetched[2]
+    # A row's first block is chosen by its own prompt alone, whatever the bonus.
+    size = FORMS["sdar"].diffusion.block_length
+    for length in LENGTHS:
+        request = dataclasses.replace(REQUEST, max_new_tokens=size - length % size)
+        first = [
+            generated(dataclasses.replace(plain, keep_bonus=bonus), request=request, lengths=(length,)).tokens
+            for bonus in (0, 9)
+        ]
+        assert first[0] == first[1]
+    # Without a bonus nothing of it is traced.
+    monkeypatch.setattr(offload, "held_shares", None)
+    assert generated(dataclasses.replace(plain, min_budget=3, keep_bonus=0)).stats.offload.fetched_bytes > 0
+
+
+def test_shares_held_are_of_selected_and_resident_entries():
+    """Against loops: pages that the prefix ends in, no resident block, nothing held."""
+    rng = np.random.default_rng(8)
+    never, rows, heads, size, pages = 2**31 - 1, 4, 2, 3, 8
+    prefix, resident = np.array([22, 9, 20, 0]), np.array([18, never, 16, never])
+    indices, wanted = np.full((2, rows, heads, 7), -1), np.zeros((2, rows, heads, pages))
+    counts = np.array([9, 5, 4, 0])
+    for layer, row, head in np.ndindex(2, rows, heads):
+        block = range(18, 22) if row == 0 else range(16, 20) if row == 2 else range(0)
+        below = min(int(resident[row]), int(prefix[row]))
+        entries = sorted(rng.choice(below, counts[row] - len(block), replace=False)) if below else []
+        indices[layer, row, head, : len(entries)] = entries
+        for page in range(-(-int(prefix[row]) // size)):
+            whole = range(page * size, min((page + 1) * size, int(prefix[row])))
+            wanted[layer, row, head, page] = np.mean([i in block or i in entries for i in whole])
+    held = offload.Held(*(jnp.asarray(x, jnp.int32) for x in (indices, resident)))
+    arguments = [jnp.asarray(x, jnp.int32) for x in (counts, prefix)]
+    got = jax.jit(offload.held_shares, static_argnums=(3, 4))(held, *arguments, size, pages)
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-6)
 
 
 def test_a_block_begun_in_vain_changes_nothing():
@@ -314,6 +364,11 @@ def test_too_little_host_memory_is_a_sentence_with_both_figures(monkeypatch):
         ({"selector": "gpu"}, "selector is 'gpu'"),
         ({"index_bits": 2}, "index_bits is 2"),
         ({"draft_at": 1.5}, "draft_at is 1.5"),
+        ({"keep_bonus": -0.5}, "keep_bonus is -0.5, but must be a finite number of at least 0"),
+        ({"keep_bonus": float("inf")}, "keep_bonus is inf, but must be"),
+        ({"keep_bonus": True}, "keep_bonus is True, but must be"),
+        ({"keep_bonus": 0.5, "draft": False}, "keep_bonus is 0.5, but with draft False no entry is kept"),
+        ({"keep_bonus": 0.5, "reuse": False}, "keep_bonus is 0.5, but with reuse False no entry is kept"),
         ({"draft_at": "late"}, "draft_at is 'late', but must be a fraction in .* or \"auto\""),
         ({"budget": 4, "min_budget": 0, "sinks": 3, "recent": 2}, "sinks and recent are 5"),
     ],
@@ -321,6 +376,12 @@ def test_too_little_host_memory_is_a_sentence_with_both_figures(monkeypatch):
 def test_impossible_plans_are_refused(options, message):
     with pytest.raises(GenerationError, match=message):
         Herald(**options)
+
+
+def test_a_bonus_is_for_plans_that_keep_entries(monkeypatch):
+    monkeypatch.setattr(plans, "KEEP_BONUS", 0.5)
+    assert Herald().bonus == 0.5
+    assert Herald(draft=False).bonus == Herald(reuse=False).bonus == Herald(keep_bonus=0).bonus == 0
 
 
 def test_requests_it_cannot_serve_are_refused():

@@ -49,7 +49,7 @@ PLANS = [
         "sdar", Herald(0.3, min_budget=2, page_size=2, draft_at="auto", selector="index"), marks=pytest.mark.once
     ),
     pytest.param("fast_dllm", Herald(6, min_budget=0, query="last", dense_layers=1, sinks=1), marks=pytest.mark.once),
-    ("fast_dllm", Herald(0.3, min_budget=2, page_size=1, draft_at=0.3, selector="split")),
+    ("fast_dllm", Herald(0.3, min_budget=2, page_size=1, draft_at=0.3, selector="split", keep_bonus=1.0)),
 ]  # fmt: skip
 
 

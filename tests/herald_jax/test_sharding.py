@@ -212,7 +212,7 @@ def test_herald_on_a_mesh_is_as_on_one_device() -> None:
     """Each device's heads (and rows) live, and are selected, gathered and appended, in memory of its own."""
     config = WIDE["sdar"]
     params = tiny.params(config)
-    plan = Herald(0.3, min_budget=2, selector="split", split=0.5)
+    plan = Herald(0.3, min_budget=2, selector="split", split=0.5, page_size=2, keep_bonus=0.5)
     prompts = [*PROMPTS, *tiny.prompts([30], seed=3)]
     expected = generate(tiny.model(config), prompts, REQUESTS["greedy"], plan)
     mesh = make_mesh(data=2, model=2)
