@@ -312,7 +312,9 @@ def _forward(
     inside = (window * small)[:, None] + jnp.arange(small)[None, :]  # the window's positions
 
     def spread(x: jax.Array) -> jax.Array:
-        return jnp.zeros((batch, block), x.dtype).at[jnp.arange(batch)[:, None], inside].set(x)
+        # Not a scatter, which would be launches of its own.
+        here = jnp.arange(block)[None, :] // small == window[:, None]
+        return jnp.where(here, jnp.tile(x, (1, block // small)), jnp.zeros((), x.dtype))
 
     def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: Any) -> tuple[Prediction, Any]:
         at = offset[:, None] + jnp.arange(size)[None, :]
