@@ -98,7 +98,8 @@ class Mage:
             _check_integer(self, name, least)
         if self.page_size is not None:
             _check_integer(self, "page_size", 1)
-        _ask(self.layer_spread >= 1, f"layer_spread is {self.layer_spread!r}, but must be at least 1")
+        spread = self.layer_spread
+        _ask(isinstance(spread, (int, float)) and spread >= 1, f"layer_spread is {spread!r}, but must be at least 1")
         _ask(
             self.allocate == "uniform" or self.selector == "mage",
             f"allocate 'layer_adaptive' goes with selector 'mage', not {self.selector!r}",
@@ -121,7 +122,9 @@ class Mage:
             "rest 'keep' carries a selecting step's attention to later ones, but selector 'oracle' selects at each",
         )
         if self.reselect_layers is not None:
-            object.__setattr__(self, "reselect_layers", tuple(self.reselect_layers))
+            layers = self.reselect_layers
+            _ask(isinstance(layers, (tuple, list)), f"reselect_layers is {layers!r}, but must be layers, such as (2, 6)")
+            object.__setattr__(self, "reselect_layers", tuple(layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
 
     @property

@@ -35,7 +35,7 @@ def selected_capacity(plan: Mage | Herald, longest: int) -> int:
     """P: pool slots for selected entries when no prefix exceeds `longest`."""
     wanted = plan.entries(longest)
     if isinstance(plan, Mage) and plan.allocate == "layer_adaptive":
-        wanted = min(longest, int(wanted * plan.layer_spread))
+        wanted = int(min(longest, wanted * plan.layer_spread))
     return -(-max(wanted, 1) // _POOL_GRAIN) * _POOL_GRAIN
 
 

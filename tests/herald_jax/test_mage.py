@@ -1,6 +1,7 @@
 """The MAGE plan: equal to the dense plan where it chooses everything, to a plain restatement where it does not."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -305,4 +306,6 @@ def test_pool_is_sized_by_the_budget():
     plan = Mage(0.05)
     assert select.selected_capacity(plan, 131072) == 6592  # 6,554 entries, in steps of 64
     assert select.selected_capacity(dataclasses.replace(plan, allocate="layer_adaptive"), 131072) == 26240
+    unbound = dataclasses.replace(plan, allocate="layer_adaptive", layer_spread=math.inf)
+    assert select.selected_capacity(unbound, 1000) == 1024
     assert select.selected_capacity(plan, 100) == 128

@@ -207,6 +207,8 @@ def test_votes_rank_first_and_recency_fills():
         ({"selector": "oracle", "rest": "keep"}, "but selector 'oracle' selects at each"),
         ({"rest": "all"}, "rest is 'all', but must be one of drop, keep"),
         ({"layer_spread": 0.5}, "layer_spread is 0.5, but must be at least 1"),
+        ({"layer_spread": "2"}, "layer_spread is '2', but must be at least 1"),
+        ({"reselect_layers": 3, "selector": "tidal"}, "reselect_layers is 3, but must be layers"),
         (
             {"allocate": "layer_adaptive", "selector": "quest"},
             "'layer_adaptive' goes with selector 'mage', not 'quest'",
