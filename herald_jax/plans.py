@@ -123,7 +123,7 @@ class Mage:
         )
         if self.reselect_layers is not None:
             layers = self.reselect_layers
-            _ask(isinstance(layers, (tuple, list)), f"reselect_layers is {layers!r}, but must be layers, such as (2, 6)")
+            _ask(isinstance(layers, (tuple, list)), f"reselect_layers is {layers!r}, but must be layers: (2, 6)")
             object.__setattr__(self, "reselect_layers", tuple(layers))
             _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
 
