@@ -145,7 +145,7 @@ class Stats:
         ]
         if self.edited_tokens:
             report.append(f"edited tokens       {self.edited_tokens}")
-        if self.exact_forwards:
+        if self.exact_forwards or self.offload is not None:
             report.append(
                 f"sparse blocks       {self.sparse_blocks} of {self.blocks} ({self.exact_forwards} exact forwards)"
             )

@@ -217,6 +217,8 @@ def test_plan_flags(tmp_path, capsys) -> None:
     assert answer["tokens"] == result.tokens[0]
     assert stats["stats"]["offload"]["selector"] == "split"
     assert stats["stats"]["offload"]["host_bytes"] > 0
+    said = f"{stats['stats']['sparse_blocks']} of {stats['stats']['blocks']}"
+    assert any("sparse blocks" in line and said in line for line in result.stats.lines())
 
 
 # --- output -------------------------------------------------------------------------------------------------------
