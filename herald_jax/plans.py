@@ -13,7 +13,7 @@ from typing import Literal
 from herald_jax.errors import GenerationError
 
 # What `Herald.keep_bonus` is by default where entries are reused.
-KEEP_BONUS = 0.0
+KEEP_BONUS = 0.5
 
 
 @dataclass(frozen=True)
