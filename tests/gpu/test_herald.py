@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,14 +154,47 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
 def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     model = Model.from_params(config, tiny.params(config))
-    plans = [Herald(0.2, min_budget=16), Herald(0.2, min_budget=16, reuse=False)]
-    first, second = (generate(model, tiny.prompts(LENGTHS), REQUEST, plan) for plan in plans)
+    kept = Herald(0.2, min_budget=16)
+    plans = [dataclasses.replace(kept, keep_bonus=0.0), dataclasses.replace(kept, reuse=False), kept]
+    first, second, third = (generate(model, tiny.prompts(LENGTHS), REQUEST, plan) for plan in plans)
     assert first.tokens == second.tokens
-    assert [len(tokens) for tokens in first.tokens] == [100] * 4
-    assert first.stats.offload is not None
-    assert 0 < first.stats.offload.fetched_bytes < second.stats.offload.fetched_bytes  # type: ignore[union-attr]
+    assert all(len(tokens) == 100 for result in (first, third) for tokens in result.tokens)
+    moved = [result.stats.offload for result in (third, first, second)]
+    assert 0 < moved[0].fetched_bytes < moved[1].fetched_bytes < moved[2].fetched_bytes  # type: ignore[union-attr]
     monkeypatch.setattr(draft_moment, "parts", lambda *_: config.num_layers)
-    assert generate(model, tiny.prompts(LENGTHS), REQUEST, plans[0]).tokens == first.tokens
+    assert generate(model, tiny.prompts(LENGTHS), REQUEST, kept).tokens == third.tokens
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_what_the_pool_holds_is_kept_as_numpy_keeps_it(page: int) -> None:
+    """Of random importances, bit for bit: shares and bonus are powers of two and their sums."""
+    rng = np.random.default_rng(page)
+    plan = Herald(0.1, min_budget=1, page_size=page, keep_bonus=0.5)
+    prefix, resident, counts = np.array([4096, 1000]), np.array([4064, 2**31 - 1]), np.array([300 + 32, 90])
+    pages = 4096 // page
+    sums = rng.random((3, 2, 2, pages), np.float32)
+    indices = np.full((3, 2, 2, 384), -1, np.int32)
+    for at in np.ndindex(3, 2, 2):
+        below, count = ((4064, 300), (1000, 90))[at[1]]
+        indices[at][:count] = np.sort(rng.choice(below, count, replace=False))
+    capacity = select.selected_capacity(plan, 4096)
+
+    def choose(sums: jax.Array, indices: jax.Array, resident: jax.Array, counts: jax.Array, prefix: jax.Array) -> Any:
+        favour = 1 + plan.bonus * offload.held_shares(offload.Held(indices, resident), counts, prefix, page, pages)
+        return select.pick_scored(plan, sums, select.budget_of(plan, prefix), prefix, capacity, None, favour)
+
+    numbers = (jnp.asarray(x, jnp.int32) for x in (resident, counts, prefix))
+    got = np.asarray(jax.jit(choose)(jnp.asarray(sums), jnp.asarray(indices), *numbers))
+    for at in np.ndindex(3, 2, 2):
+        length = int(prefix[at[1]])
+        held = np.isin(np.arange(length), indices[at]) | (np.arange(length) - resident[at[1]] >= 0)
+        score = np.empty(length, np.float32)
+        for begin in range(0, length, page):
+            inside = slice(begin, min(begin + page, length))
+            mean = sums[at][begin // page] / np.float32(inside.stop - begin)
+            score[inside] = mean * np.float32(1 + 0.5 * held[inside].mean())
+        best = np.sort(np.argsort(-score, kind="stable")[: plan.entries(length)])
+        np.testing.assert_array_equal(got[at], np.pad(best, (0, capacity - len(best)), constant_values=-1))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
