@@ -62,7 +62,8 @@ class Mage:
         were masks when the block began (the paper's; with another `query`, of the mask that it names). Tokens do not
         change; time does. Not for "oracle", which has no earlier selection to judge.
       layer_spread: "layer_adaptive" only: no layer gets more than this many times the budget (ours: the pool has a
-        static size). Where no layer wants more, the budgets are exactly the paper's.
+        static size). Where no layer wants more, the budgets are exactly the paper's. (A budget of the whole prefix is
+        not shared out: every layer gets it.)
     """
 
     budget: float | int = 0.05

@@ -304,13 +304,18 @@ def layer_budgets(plan: Mage, need: jax.Array, prefix: jax.Array, capacity: int)
     """MAGE v1's entries per layer i32[L, B] from each sparse layer's need f32[L, B].
 
     K_l = max(K_min, floor(need_l / sum(need) * K * L)) with K the row's uniform budget and K_min `plan.min_budget`,
-    then at most the prefix and the pool's static `capacity` (ours).
+    but room for sinks and recent entries; then at most the prefix and `plan.layer_spread` times K (ours), for which the
+    pool's static `capacity` has room. Where K is the whole prefix there is nothing to share out: every layer gets all
+    of it (ours).
     """
     total = jnp.maximum(jnp.sum(need, axis=0, keepdims=True), jnp.finfo(jnp.float32).tiny)
     layers = need.shape[0]
     mean = budget_of(plan, prefix)[None, :].astype(jnp.float32)
     wanted = jnp.floor(need / total * mean * layers).astype(jnp.int32)
-    return jnp.minimum(jnp.maximum(wanted, plan.min_budget), jnp.minimum(prefix, capacity)[None, :])
+    wanted = jnp.where(mean < prefix[None, :], wanted, prefix[None, :])
+    # Not by `capacity` alone, which the batch's longest row decides: a row's budgets depend on no neighbour.
+    most = jnp.minimum(mean * plan.layer_spread, jnp.minimum(prefix, capacity)[None, :]).astype(jnp.int32)
+    return jnp.minimum(jnp.maximum(wanted, max(plan.min_budget, plan.sinks + plan.recent)), most)
 
 
 def vote_score(votes: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ REQUEST = GenerateConfig(max_new_tokens=11, policy=Threshold(0.6), ignore_stop=T
     [
         Mage(1.0, dense_layers=1, rest="keep"),
         pytest.param(Mage(1000, dense_layers=0, query="center", select_at_step=2), marks=pytest.mark.once),
-        pytest.param(Mage(1.0, dense_layers=0, allocate="layer_adaptive", rest="keep"), marks=pytest.mark.once),
+        pytest.param(Mage(1.0, dense_layers=0, allocate="layer_adaptive", min_budget=2), marks=pytest.mark.once),
         Mage(0.01, dense_layers=0, min_budget=64, selector="oracle"),
         pytest.param(Mage(1.0, dense_layers=1, query="last", selector="oracle"), marks=pytest.mark.once),
         Mage(1.0, dense_layers=1, selector="quest"),

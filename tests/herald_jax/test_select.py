@@ -130,16 +130,28 @@ def test_votes_coverage_and_need_are_v1s(normalise):
 
 def test_layer_budgets_are_v1s_shares():
     rng = np.random.default_rng(5)
-    plan = Mage(0.1, min_budget=7, allocate="layer_adaptive")
+    plan = Mage(0.1, min_budget=7, allocate="layer_adaptive", layer_spread=1.5)
     need = rng.gamma(2.0, size=(5, 3)).astype(np.float32)
     prefix = np.array([400, 90, 5], np.int32)
-    got = np.asarray(select.layer_budgets(plan, jnp.asarray(need), jnp.asarray(prefix), 60))
+
+    def budgets(plan, capacity=600):
+        return np.asarray(select.layer_budgets(plan, jnp.asarray(need), jnp.asarray(prefix), capacity))
+
+    got = budgets(plan)
     for b, n in enumerate(prefix):
         mean = plan.entries(int(n))
         for layer in range(5):
             share = math.floor(np.float32(need[layer, b] / need[:, b].sum() * mean * 5))
-            assert abs(got[layer, b] - min(max(7, share), n, 60)) <= (share > 7)  # float32 may floor the other way
+            # float32 may floor the other way
+            assert abs(got[layer, b] - min(max(7, share), n, int(1.5 * mean))) <= (share > 7)
     assert (got[:, 2] == 5).all()
+    assert got[:, 0].max() == 60  # of 40, whatever the pool has room for
+    # A budget of everything is everything in every layer, however little one needs.
+    for budget in (1.0, 500):
+        assert (budgets(dataclasses.replace(plan, budget=budget)) == prefix).all()
+    assert (budgets(dataclasses.replace(plan, layer_spread=math.inf)) <= prefix).all()
+    always = dataclasses.replace(plan, min_budget=0, sinks=3, recent=5)
+    assert (budgets(always) >= np.minimum(8, prefix)).all()
 
 
 def test_pages_are_chosen_by_their_mean():
