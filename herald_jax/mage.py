@@ -67,8 +67,9 @@ class MageKV:
         layers, batch, heads, slots, _ = full.k.shape
         capacity = select.selected_capacity(plan, longest)
         # A row that waits writes behind its last block; the next selection is what makes room again.
-        blocks = 1 if plan.select_every == 1 else plan.select_every + 1
-        pool = DeviceKV.empty(config, batch, capacity + blocks * config.diffusion.block_length, mesh)
+        block = config.diffusion.block_length
+        blocks = 1 if plan.select_every == 1 else min(plan.select_every, -(-longest // block)) + 1
+        pool = DeviceKV.empty(config, batch, capacity + blocks * block, mesh)
         scores = votes = need = None
         if plan.selector == "mage" and plan.allocate == "uniform":
             held = -(-slots // select.scored_page(plan))

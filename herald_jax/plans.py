@@ -12,6 +12,8 @@ from typing import Literal
 
 from herald_jax.errors import GenerationError
 
+# The largest number that a plan may name: two of them together are an i32.
+_MOST = 10**9
 # What `Herald.keep_bonus` is by default where entries are reused.
 KEEP_BONUS = 0.5
 
@@ -250,8 +252,8 @@ def _entries(plan: Mage | Herald, prefix: int) -> int:
 def _check_budget(plan: Mage | Herald) -> None:
     whole = isinstance(plan.budget, int) and not isinstance(plan.budget, bool)
     _ask(
-        plan.budget > 0 if whole else isinstance(plan.budget, float) and 0 < plan.budget <= 1,
-        f"budget is {plan.budget!r}, but must be a fraction in (0, 1] or a positive number of entries",
+        0 < plan.budget <= _MOST if whole else isinstance(plan.budget, float) and 0 < plan.budget <= 1,
+        f"budget is {plan.budget!r}, but must be a fraction in (0, 1] or a positive number of entries, at most {_MOST}",
     )
     for name in ("min_budget", "sinks", "recent"):
         _check_integer(plan, name, 0)
@@ -270,8 +272,8 @@ def _check_choices(plan: Mage | Herald, choices: dict[str, tuple[object, ...]]) 
 
 def _check_integer(plan: Mage | Herald, name: str, least: int) -> None:
     value = getattr(plan, name)
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _ask(ok, f"{name} is {value!r}, but must be an integer of at least {least}")
+    ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+    _ask(ok, f"{name} is {value!r}, but must be an integer of at least {least} and at most {_MOST}")
 
 
 Plan = Dense | Mage | Herald

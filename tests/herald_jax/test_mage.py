@@ -95,6 +95,17 @@ def test_equals_the_plain_restatement_row_by_row(form, plan):
     assert streamed == result.tokens
 
 
+def test_a_selection_for_all_blocks_needs_room_for_those_there_are():
+    model, prompts = tiny.model(FORMS["sdar"]), tiny.prompts((18, 33))
+    ever, long = (
+        herald_jax.generate(model, prompts, REQUEST, Mage(0.2, dense_layers=1, min_budget=2, select_every=every))
+        for every in (10**9, 5)
+    )
+    assert ever.tokens == long.tokens
+    assert ever.stats.exact_forwards == 1
+    assert ever.stats.kv_bytes < 2 * long.stats.kv_bytes
+
+
 @pytest.mark.once
 def test_a_selection_for_several_single_tokens():
     """At block length 1: exact at every fourth token, equal to dense if everything is chosen, the same on a mesh."""

@@ -219,6 +219,8 @@ def test_votes_rank_first_and_recency_fills():
         ({"selector": "oracle", "rest": "keep"}, "but selector 'oracle' selects at each"),
         ({"rest": "all"}, "rest is 'all', but must be one of drop, keep"),
         ({"layer_spread": 0.5}, "layer_spread is 0.5, but must be at least 1"),
+        ({"budget": 2**32}, "at most 1000000000"),
+        ({"min_budget": 10**10}, "min_budget is 10000000000, but must be an integer of at least 0 and at most"),
         ({"layer_spread": "2"}, "layer_spread is '2', but must be at least 1"),
         ({"reselect_layers": 3, "selector": "tidal"}, "reselect_layers is 3, but must be layers"),
         (
