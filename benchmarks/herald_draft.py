@@ -26,10 +26,12 @@ from herald_jax.generate import _Run
 from herald_jax.host_kv import HostKV
 from herald_jax.model import bind
 
+# The draft's doing alone, and with what the pool holds preferred, as by default.
 PLANS = {
-    "draft/overlap": Herald(0.05),
-    "draft/at0/overlap": Herald(0.05, draft_at=0.0),
-    "draft/budget10/overlap": Herald(0.1),
+    "draft/overlap": Herald(0.05, keep_bonus=0.0),
+    "draft/at0/overlap": Herald(0.05, draft_at=0.0, keep_bonus=0.0),
+    "draft/budget10/overlap": Herald(0.1, keep_bonus=0.0),
+    "draft/default/overlap": Herald(0.05),
 }
 
 
