@@ -444,7 +444,14 @@ def mage_blocks(
         rows = step(model, rows, policy, sampling, stops, options, phase=later_phase, waiting=waiting)
         return jnp.zeros((), bool), rows
 
-    rows = jax.lax.fori_loop(0, exact_steps, exact, rows)
+    if plan.select_at_step == 1:
+        rows = jax.lax.fori_loop(0, exact_steps, exact, rows)
+    else:  # as many as there are: a block may be over before
+        rows = jax.lax.while_loop(
+            lambda state: (state[0] < exact_steps) & inside((state[0] == 0, state[1])),
+            lambda state: (state[0] + 1, exact(*state)),
+            (jnp.int32(0), rows),
+        )[1]
     return jax.lax.while_loop(inside, later, (begins, rows))[1]
 
 

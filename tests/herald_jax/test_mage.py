@@ -298,6 +298,15 @@ def test_blocks_that_finish_in_one_step():
     assert result.stats.steps_per_block == 1
 
 
+def test_a_step_that_no_block_comes_to_never_selects():
+    """All that a block has are exact then, and no more of them are made than there are."""
+    late = Mage(0.2, dense_layers=1, min_budget=2, select_at_step=10**9)
+    model, prompts = tiny.model(FORMS["sdar"]), tiny.prompts(LENGTHS)
+    result = herald_jax.generate(model, prompts, REQUEST, late)
+    assert result.tokens == herald_jax.generate(model, prompts, REQUEST, Dense()).tokens
+    assert result.stats.exact_forwards == result.stats.batch_forwards
+
+
 @pytest.mark.parametrize(
     ("plan", "request_", "sentence"),
     [
