@@ -57,6 +57,7 @@ PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
                 "split",
                 "reuse",
                 "keep_bonus",
+                "measure",
             )
         },
     ),
@@ -233,7 +234,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="mage: mage, or a baseline: oracle, quest, tidal, random, recent; herald: cpu, index, split or auto",
     )
     group.add_argument(
-        "--measure", action="store_const", const=True, help="mage: report recall and kept attention with --stats"
+        "--measure",
+        action="store_const",
+        const=True,
+        help="with --stats, mage: report recall and kept attention; herald: how long fetching took and what hid it",
     )
     group.add_argument(
         "--draft", action=argparse.BooleanOptionalAction, help="herald: select while the block before is written"

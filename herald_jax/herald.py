@@ -32,6 +32,7 @@ from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_s
 from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
+from herald_jax.errors import GenerationError
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
@@ -77,6 +78,8 @@ class Pipeline:
     def __init__(self, params: Params, options: LoopOptions):
         plan = options.plan
         assert isinstance(plan, Herald)
+        if plan.measure and options.mesh is not None:
+            raise GenerationError("measure is True, but each device of a mesh has a clock of its own; measure on one")
         self._params, self._plan = params, plan
         # What only the host side reads of a plan, no program is to be compiled anew for.
         same = dataclasses.replace(plan, selector="cpu", index_bits=8, split=0.5, draft_at=0.5)
@@ -89,7 +92,7 @@ class Pipeline:
         self._how: tuple[Any, Any] | None = None
         self._constants: dict[Any, jax.Array] = {}
         self._index: tuple[QuantisedKeys, ...] = ()
-        self._moved: list[jax.Array] = []
+        self._moved: list[offload.Moved] = []
         self._choose = plan.selector == "auto" and plan.draft  # not chosen yet
         self._wanted = self._indexed
         self.stats = OffloadStats(selector=plan.selector if plan.draft else "exact first step")
@@ -379,9 +382,13 @@ class Pipeline:
         config = self._options.config
         row_bytes = 2 * config.head_dim * jnp.dtype(config.dtype).itemsize
         for moved in self._moved:
-            fetched, reused = np.asarray(moved).sum(axis=1, dtype=np.int64)
+            fetched, reused = np.asarray(moved.rows).sum(axis=1, dtype=np.int64)
             self.stats.fetched_bytes += int(fetched) * row_bytes
             self.stats.reused_bytes += int(reused) * row_bytes
+            if moved.times is not None:
+                begun, ended, stepped = (low | high << 32 for low, high in np.asarray(moved.times).tolist())
+                self.stats.fetch_seconds += (ended - begun) / 1e9
+                self.stats.fetch_exposed_seconds += max(ended - max(begun, stepped), 0) / 1e9
         self._moved = []
         if self._plan.selector == "auto" and not self._choose and not self._indexed:
             self.stats.selector = "auto: cpu"

@@ -30,6 +30,7 @@ from herald_jax.model import Params, bind
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
 from pallas_kernels import dispatch, gather_rows
+from pallas_kernels.clock import device_time
 from pallas_kernels.layers import FETCHING, gather_layers
 
 # How XLA is to compile a program with a loop of steps: all of it as one CUDA graph, the loop included. Left to itself
@@ -57,6 +58,21 @@ class Held:
 
     indices: jax.Array
     resident: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What filling a pool, or some of its layers, took.
+
+    Attributes:
+      rows: i32[2, B], rows of K and V fetched from the host, and copied from the current pool.
+      times: u32[3, 2], the device's clock (`device_time`) when the fetch could begin, when it had ended, and when the
+        steps beside it had, or no earlier than it began where there are none. None unless the plan measures.
+    """
+
+    rows: jax.Array
+    times: jax.Array | None
 
 
 def _plan(options: LoopOptions) -> Herald:
@@ -219,7 +235,7 @@ def finish(
     stops: jax.Array,
     *,
     options: LoopOptions,
-) -> tuple[Rows, DeviceKV, jax.Array, jax.Array]:
+) -> tuple[Rows, DeviceKV, jax.Array, Moved]:
     """Fill `spare` for the next block and run this one on until all rows have committed, side by side on a GPU.
 
     Args:
@@ -229,8 +245,7 @@ def finish(
       host: read in place, not changed.
 
     Returns:
-      The rows, the pool, its indices, and i32[2, B]: rows of K and V fetched from the host, and copied from the current
-      pool.
+      The rows, the pool, its indices, and what was moved.
     """
     choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(
@@ -240,13 +255,40 @@ def finish(
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
     rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
+    begun, far = _begin(options, far)
     if runs_apart(host, options):
         fetch = _on_second_stream(fetch)
         options = dataclasses.replace(options, spared=FETCHING)
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))
+    if _plan(options).measure:
+        # In the program's text the fetch is waited for behind the steps, as without this. The graph goes by what needs
+        # what, and reads the clock when the fetch has ended.
+        rows, spare = jax.lax.optimization_barrier((rows, spare))
+    moved = _moved(moved, begun, _clock(options, spare.k, spare.v), _clock(options, rows.step))
     return placed_rows(rows, options.mesh), spare, indices, moved
+
+
+def _clock(options: LoopOptions, *after: jax.Array) -> jax.Array | None:
+    """The device's clock when `after` had been computed, u32[2], if the plan measures."""
+    if not _plan(options).measure:
+        return None
+    # One number of each stands for all of it.
+    first = jnp.stack([x[(0,) * x.ndim].astype(jnp.float32) for x in after])
+    return device_time(first, implementation=options.implementation)
+
+
+def _begin(options: LoopOptions, far: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """The device's clock before a fetch of `far`, if the plan measures, and `far`, which is not there before that."""
+    begun = _clock(options, far)
+    # Never so for centuries. But XLA does not know, and the fetch needs the answer.
+    return begun, far if begun is None else jnp.where(begun[1] == jnp.uint32(2**32 - 1), -1, far)
+
+
+def _moved(rows: jax.Array, *times: jax.Array | None) -> Moved:
+    read = [x for x in times if x is not None]
+    return Moved(rows, jnp.stack(read) if read else None)
 
 
 def _moves(
@@ -328,7 +370,7 @@ def fill(
     first: jax.Array,
     *,
     options: LoopOptions,
-) -> tuple[DeviceKV, jax.Array, jax.Array]:
+) -> tuple[DeviceKV, jax.Array, Moved]:
     """Fill layers of `spare` as `finish` does, for a block whose steps are over.
 
     Args:
@@ -344,7 +386,9 @@ def fill(
     choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
     where = () if len(importance) == held.indices.shape[0] else (first,)
-    return DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where)), indices, moved
+    begun, far = _begin(options, far)
+    spare = DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where))
+    return spare, indices, _moved(moved, begun, _clock(options, spare.k, spare.v), begun)
 
 
 def runs_apart(host: HostKV, options: LoopOptions) -> bool:

@@ -174,6 +174,9 @@ class Herald:
         holds) when the next pool is chosen, as a share of that score (ours). Others replace it only if they are better
         by that factor, so fewer entries cross PCIe. A row's first selection has none to keep. None is `KEEP_BONUS` with
         `draft` and `reuse`, and 0 without, where nothing is kept from block to block.
+      measure: read the device's clock when a block's fetch begins and ends, and when the steps beside it do: how long
+        fetching took, and how much of that no step was left to hide. Three small launches a block; for `draft`, on one
+        device.
     """
 
     budget: float | int = 0.05
@@ -191,6 +194,7 @@ class Herald:
     split: float = 0.5
     reuse: bool = True
     keep_bonus: float | None = None
+    measure: bool = False
 
     def __post_init__(self) -> None:
         _check_budget(self)
@@ -203,6 +207,7 @@ class Herald:
                 "index_bits": (8, 4),
                 "draft": (True, False),
                 "reuse": (True, False),
+                "measure": (True, False),
             },
         )
         for name, least in (("dense_layers", 0), ("page_size", 1)):
@@ -214,6 +219,7 @@ class Herald:
                 fraction or (also != "" and value == "auto"),
                 f"{name} is {value!r}, but must be a fraction in [0, 1]{also}",
             )
+        _ask(self.draft or not self.measure, "measure is of fetches beside a block's steps: it goes with draft True")
         if self.keep_bonus is not None:
             plain = isinstance(self.keep_bonus, (int, float)) and not isinstance(self.keep_bonus, bool)
             _ask(

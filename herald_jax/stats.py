@@ -20,6 +20,8 @@ class OffloadStats:
       fetched_bytes: K and V that crossed PCIe to fill pools; reused_bytes: what the pool before already held.
       scan_seconds, scan_bytes: the CPU's scans, and the keys they read.
       scan_exposed_seconds: of these, the time for which nothing was left to denoise.
+      fetch_seconds, fetch_exposed_seconds: likewise of what crossed PCIe to fill pools, by the device's clock; 0 unless
+        `Herald(measure=True)`. What is fetched in parts has no steps beside it, but the scan of the next part.
     """
 
     selector: str = "cpu"
@@ -33,6 +35,8 @@ class OffloadStats:
     scan_seconds: float = 0.0
     scan_bytes: int = 0
     scan_exposed_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    fetch_exposed_seconds: float = 0.0
 
     @property
     def reuse(self) -> float:
@@ -44,11 +48,16 @@ class OffloadStats:
         """Share of the scans' time that ran behind denoising."""
         return 1.0 - self.scan_exposed_seconds / self.scan_seconds if self.scan_seconds else 1.0
 
+    @property
+    def fetch_hidden(self) -> float | None:
+        """Share of the fetches' time that ran beside denoising; None if not measured."""
+        return 1.0 - self.fetch_exposed_seconds / self.fetch_seconds if self.fetch_seconds else None
+
     def lines(self) -> list[str]:
         """The report that `--stats` prints."""
         per_block = max(self.blocks, 1)
         rate = self.scan_bytes / self.scan_seconds / 1e9 if self.scan_seconds else 0.0
-        return [
+        report = [
             f"host KV cache       {self.host_bytes / 2**20:.1f} MiB",
             f"device              {self.pool_bytes / 2**20:.1f} MiB of pools, {self.dense_bytes / 2**20:.1f} MiB of "
             f"dense layers, {self.index_bytes / 2**20:.1f} MiB of index",
@@ -57,6 +66,10 @@ class OffloadStats:
             f"selection           {self.selector}: {self.scan_seconds / per_block * 1e3:.2f} ms per block "
             f"({rate:.1f} GB/s), {self.scan_hidden:.1%} hidden behind {self.blocks} blocks",
         ]
+        if self.fetch_hidden is not None:
+            milliseconds = self.fetch_seconds / per_block * 1e3
+            report.append(f"fetching            {milliseconds:.2f} ms per block, {self.fetch_hidden:.1%} hidden")
+        return report
 
 
 @dataclasses.dataclass(frozen=True)

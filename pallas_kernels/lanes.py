@@ -255,6 +255,13 @@ class Lanes:
         """The memory from word ``index`` (64 bits for global memory) on."""
         return _Memory(memory.address + index * 4, shared=memory.shared)
 
+    def clock(self) -> tuple[Value, Value]:
+        """The device's nanoseconds, the lower 32 bits and the upper ones. How finely it ticks is its own choice."""
+        code = "{ .reg .b64 now; mov.u64 now, %globaltimer; mov.b64 {$0, $1}, now; }"
+        kind = llvm.StructType.get_literal([_word()] * 2)
+        got: Any = llvm.inline_asm(kind, [], code, "=r,=r,~{memory}", has_side_effects=True)
+        return Value(llvm.extractvalue(_word(), got, [0])), Value(llvm.extractvalue(_word(), got, [1]))
+
     def barrier(self) -> None:
         """All threads of the block meet, and see each other's shared memory."""
         gpu.barrier()

@@ -6,6 +6,7 @@ vocabulary, so logic errors show here; what cannot show is a missing barrier, or
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,10 @@ class NumpyLanes:
             raise NotImplementedError("a reference that differs between the threads of a block")
         return memories[int(index[0])]
 
+    def clock(self) -> tuple[np.ndarray, np.ndarray]:
+        now = time.perf_counter_ns()
+        return self.constant(now & 0xFFFFFFFF), self.constant(now >> 32 & 0xFFFFFFFF)
+
     def barrier(self) -> None:
         pass
 
@@ -174,7 +179,7 @@ def launch(
     # Copies: the caller's arrays stay as they were, and JAX arrays become writable ones.
     read = [words(np.array(x)) for x in inputs]
     changed = [np.array(x) for x in updated]
-    made = [np.full(x.shape, -1, x.dtype) for x in outputs]
+    made = [np.empty(x.shape, x.dtype) for x in outputs]
     for x in made:
         words(x)[:] = 0xA5A5A5A5
     for block in range(blocks):

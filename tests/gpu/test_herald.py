@@ -151,6 +151,20 @@ def test_the_fetch_runs_beside_the_steps_and_nothing_is_copied() -> None:
             assert not re.search(rf"bf16\[{pool}\]\S* copy\(", program)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_measured_run_writes_the_same_and_knows_its_fetches(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    monkeypatch.setattr(draft_moment, "parts", lambda *_: parts)
+    config = config_of()
+    model = Model.from_params(config, tiny.params(config))
+    plain, measured = (generate(model, tiny.prompts(LENGTHS), REQUEST, Herald(0.2, measure=x)) for x in (False, True))
+    assert measured.tokens == plain.tokens
+    stats = measured.stats.offload
+    assert stats is not None
+    # PCIe's rate at most, and no fetch as long as all of the run.
+    assert stats.fetched_bytes / 64e9 < stats.fetch_seconds < measured.stats.decode_seconds
+    assert 0 <= stats.fetch_exposed_seconds <= stats.fetch_seconds
+
+
 def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     model = Model.from_params(config, tiny.params(config))

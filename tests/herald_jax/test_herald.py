@@ -184,6 +184,23 @@ def test_streams_the_same_blocks_and_reports_what_it_moved():
     assert any("over PCIe" in line for line in stats.lines())
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_measures_how_long_fetching_took_and_changes_no_token(monkeypatch, parts):
+    monkeypatch.setattr(draft_moment, "parts", lambda *_: parts)
+    plain, measured = generated(SPARSE), generated(dataclasses.replace(SPARSE, measure=True))
+    assert measured.tokens == plain.tokens
+    counted, stats = plain.stats.offload, measured.stats.offload
+    assert counted.fetch_seconds == 0
+    assert counted.fetch_hidden is None
+    assert not any("fetching" in line for line in plain.stats.lines())
+    assert stats.fetched_bytes == counted.fetched_bytes
+    assert 0 < stats.fetch_seconds < measured.stats.decode_seconds + measured.stats.compile_seconds
+    assert 0 <= stats.fetch_exposed_seconds <= stats.fetch_seconds
+    if parts > 1:  # without steps beside them
+        assert stats.fetch_exposed_seconds == stats.fetch_seconds
+    assert any("fetching" in line and "hidden" in line for line in measured.stats.lines())
+
+
 def test_what_the_pool_holds_is_kept_if_it_is_nearly_as_good(monkeypatch):
     plain = dataclasses.replace(SPARSE, page_size=2)
     fetched = [
@@ -369,6 +386,8 @@ def test_too_little_host_memory_is_a_sentence_with_both_figures(monkeypatch):
         ({"keep_bonus": True}, "keep_bonus is True, but must be"),
         ({"keep_bonus": 0.5, "draft": False}, "keep_bonus is 0.5, but with draft False no entry is kept"),
         ({"keep_bonus": 0.5, "reuse": False}, "keep_bonus is 0.5, but with reuse False no entry is kept"),
+        ({"measure": True, "draft": False}, "measure is of fetches beside a block's steps: it goes with draft True"),
+        ({"measure": "yes"}, "measure is 'yes'"),
         ({"draft_at": "late"}, "draft_at is 'late', but must be a fraction in .* or \"auto\""),
         ({"budget": 4, "min_budget": 0, "sinks": 3, "recent": 2}, "sinks and recent are 5"),
     ],

@@ -13,7 +13,17 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import ConfigError, GenerateConfig, Herald, Model, Threshold, generate, make_mesh, stream
+from herald_jax import (
+    ConfigError,
+    GenerateConfig,
+    GenerationError,
+    Herald,
+    Model,
+    Threshold,
+    generate,
+    make_mesh,
+    stream,
+)
 from herald_jax.config import ModelConfig
 from herald_jax.model import flatten, init_params, param_specs
 from herald_jax.sharding import loading_sharding, normalise_mesh, param_sharding, replication
@@ -223,3 +233,5 @@ def test_herald_on_a_mesh_is_as_on_one_device() -> None:
     assert result.stats.offload is not None
     assert expected.stats.offload is not None
     assert result.stats.offload.fetched_bytes == expected.stats.offload.fetched_bytes > 0
+    with pytest.raises(GenerationError, match="measure is True, but each device of a mesh has a clock of its own"):
+        generate(sharded, prompts, REQUESTS["greedy"], dataclasses.replace(plan, measure=True))
