@@ -18,6 +18,7 @@ the run ends with a sentence and status 1.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--selectors", default="cpu,index", help="comma-separated (default %(default)s)")
     parser.add_argument("--cap", type=float, default=40, help="device memory in GB (default %(default)s)")
     parser.add_argument("--over-cap", type=int, default=0, help="a context beyond the cap, likewise, such as 256")
+    parser.add_argument("--measure", action="store_true", help="read the device's clock around each fetch, too")
     parser.add_argument("--blocks", type=int, default=8, help="timed blocks of each case (default %(default)s)")
     common.merge_option(parser)
     common.output_option(parser)
@@ -150,7 +152,8 @@ def main(options: argparse.Namespace) -> None:
 def _plans(options: argparse.Namespace, config: ModelConfig, budget: float, rows: int, context: int) -> list[Herald]:
     """The plans that a case is measured with: one for each selector."""
     bits = index_bits_that_fit(config, budget, rows, context, options.cap * 1e9)
-    return [plan_of(budget, selector, bits) for selector in options.selectors.split(",")]
+    plans = [plan_of(budget, selector, bits) for selector in options.selectors.split(",")]
+    return [dataclasses.replace(plan, measure=options.measure) for plan in plans]
 
 
 def _detail(config: ModelConfig, plan: Herald, rows: int, context: int, steps: int, got: dict[str, Any]) -> Any:
@@ -164,6 +167,7 @@ def _detail(config: ModelConfig, plan: Herald, rows: int, context: int, steps: i
         "fetched_bytes": got["fetched"],
         "reused_bytes": got["reused"],
         "pool_bytes": got["stats"].pool_bytes,
+        **({"fetch_ms": got["fetch"] * 1e3, "fetch_exposed_ms": got["fetch_exposed"] * 1e3} if plan.measure else {}),
     } | (
         {"scan_ms": got["scan"] * 1e3, "scan_gbs": got["scan_rate"] / 1e9}
         if plan.selector == "cpu"

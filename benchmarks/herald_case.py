@@ -169,6 +169,8 @@ class Case:
             "scan_rate": (stats.scan_bytes - before.scan_bytes) / blocks / scan if scan else 0.0,
             "fetched": (stats.fetched_bytes - before.fetched_bytes) / blocks,
             "reused": (stats.reused_bytes - before.reused_bytes) / blocks,
+            "fetch": (stats.fetch_seconds - before.fetch_seconds) / blocks,
+            "fetch_exposed": (stats.fetch_exposed_seconds - before.fetch_exposed_seconds) / blocks,
             "stats": stats,
         }
 

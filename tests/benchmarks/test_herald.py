@@ -29,6 +29,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         selectors="cpu,index",
         cap=1.503,
         over_cap=2,
+        measure=True,
         blocks=1,
         out=tmp_path,
     )
@@ -54,6 +55,8 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
     assert rows["latency/longest/speedup"]["detail"]["selector"] in ("cpu", "index")
     case = rows["throughput_case/tiny/1k/steps32/0.05/index"]["detail"]
     assert case["index_bytes"] > 0
+    assert 0 <= case["fetch_exposed_ms"] <= case["fetch_ms"]
+    assert case["fetch_ms"] > 0
     assert case["host_bytes"] == 2 * small.kv_bytes_per_token * herald_case.host_slots(small, 1024)
     assert rows["context_over_cap/tokens"]["value"] == 2048
     assert 0 < rows["gather/reuse/random_weights/traffic_fraction"]["value"] <= 1
@@ -89,7 +92,7 @@ def test_a_case_that_the_host_may_not_hold_is_left_out(tmp_path, monkeypatch) ->
     monkeypatch.setattr(herald.host_kv, "available", lambda: 10**6)
     options = argparse.Namespace(
         shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", selectors="cpu", cap=1.5, over_cap=0,
-        blocks=1, out=tmp_path,
+        measure=False, blocks=1, out=tmp_path,
     )  # fmt: skip
     with pytest.raises(SystemExit, match=r"error: left out: 128 x 1024 tokens need .* GB of host memory, .* run this"):
         herald.main(options)
