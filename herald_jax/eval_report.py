@@ -59,6 +59,18 @@ def _figures(counts: Mapping[str, float]) -> dict[str, float | None]:
     }
 
 
+def _latest(batches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those whose samples were not all answered again: where a set has grown, its last, partly filled batch was."""
+    kept: list[Mapping[str, Any]] = []
+    later: dict[tuple[str, str], set[int]] = {}
+    for record in reversed(batches):
+        seen, samples = later.setdefault((record["plan"], record["set"]), set()), record["samples"]
+        if not seen.issuperset(samples):
+            kept.append(record)
+        seen.update(samples)
+    return kept[::-1]
+
+
 def summarise(
     plans: Sequence[Plan],
     sets: Mapping[str, str],
@@ -71,7 +83,7 @@ def summarise(
       sets: each set's name and the group it is averaged in ("1024" for all tasks of that length).
       answers: records with "plan", "set", "index", "score"; one with "agreement" is a replay's, and one with "error"
         ended early.
-      batches: records with "plan", "set" and the counts of `stats.Stats`.
+      batches: records with "plan", "set", "samples" (indices) and the counts of `stats.Stats`, in the order they came.
     """
     labels = [describe(plan) for plan in plans]
     scores: dict[tuple[str, str], dict[int, float]] = {}
@@ -86,7 +98,7 @@ def summarise(
             if "error" in record:
                 failed.setdefault(key, set()).add(record["index"])
     counts: dict[tuple[str, str], dict[str, float]] = {}
-    for record in batches:
+    for record in _latest(batches):
         total = counts.setdefault((record["plan"], record["set"]), dict.fromkeys(_COUNTS, 0.0))
         for name in _COUNTS:
             total[name] += record[name]

@@ -153,7 +153,7 @@ class Journal:
             given, *records = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]] or [settings]
             differing = sorted(k for k in settings.keys() | given.keys() if settings.get(k) != given.get(k))
             for record in records:
-                _ = record["plan"], record["set"]
+                _ = record["plan"], record["set"], "index" in record or record["samples"]
                 (self.answers if "index" in record else self.batches).append(record)
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise GenerationError(f"{path} is damaged ({error!r}); remove it, or give another --output") from error
@@ -178,7 +178,8 @@ class Journal:
     def answered(self, plan: str, name: str, records: Sequence[dict[str, Any]], counts: dict[str, Any]) -> None:
         """Take in a batch: its answers and its counts."""
         both = {"plan": plan, "set": name}
-        answers, batch = [{**both, **record} for record in records], {**both, **counts}
+        answers = [{**both, **record} for record in records]
+        batch = {**both, "samples": [record["index"] for record in records], **counts}
         self.add(*answers, batch)
         self.answers += answers
         self.batches.append(batch)

@@ -100,6 +100,21 @@ def test_a_run_goes_on_where_it_stopped(
     assert "was written with another lengths" in capsys.readouterr().err
 
 
+def test_a_set_that_grows_is_as_one_asked_at_once(source: Path, tmp_path: Path) -> None:
+    """Its last batch, of one sample, is answered again with the new one, and counts once."""
+    results = []
+    for name, sizes in (("grown", "34"), ("at_once", "4")):
+        for samples in sizes:
+            out = tmp_path / name
+            assert (
+                evaluate.main([str(source), "--output", str(out), *RUN, "--samples", samples, "--batch-size", "2"]) == 0
+            )
+        results.append(json.loads((out / "results.json").read_text())["rows"])
+    assert results[0] == results[1]
+    lines = [json.loads(line) for line in (tmp_path / "grown" / "answers.jsonl").read_text().splitlines()]
+    assert [line["samples"] for line in lines if line.get("plan") == "dense" and "samples" in line][:2] == [[0, 1], [2]]
+
+
 def test_a_journal_loses_nothing_and_is_not_taken_for_another(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
 
