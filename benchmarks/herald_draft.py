@@ -9,7 +9,6 @@ prefix that the pool's entries have, over that of the block's own. Needs no GPU.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from flax import nnx
 
 import herald_jax
 from benchmarks import common
-from benchmarks.herald_traffic import pieces
+from benchmarks.herald_traffic import parser_of, pieces
 from herald_jax import GenerateConfig, Herald, Model, Threshold, host_prefill, select
 from herald_jax.block_loop import Rows
 from herald_jax.cache import DeviceKV
@@ -92,13 +91,7 @@ def compared(model: Model, prompts: list[list[int]], plan: Herald, blocks: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", help="a converted checkpoint: the reference model")
-    parser.add_argument("--lengths", default="4096,8000", help="of the prompts, in tokens (default %(default)s)")
-    parser.add_argument("--texts", type=int, default=4, help="of each length (default %(default)s)")
-    parser.add_argument("--blocks", type=int, default=6, help="drafted for behind each (default %(default)s)")
-    common.output_option(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     model = herald_jax.load(options.checkpoint)
     rows: list[dict[str, Any]] = []
     for id, plan in PLANS.items():

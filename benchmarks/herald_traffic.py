@@ -49,14 +49,20 @@ def fraction(model: Model, prompts: list[list[int]], plan: Herald, blocks: int) 
     return moved.fetched_bytes / (moved.fetched_bytes + moved.reused_bytes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark that has a model continue `pieces`."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("checkpoint", help="a converted checkpoint: the reference model")
     parser.add_argument("--lengths", default="4096,8000", help="of the prompts, in tokens (default %(default)s)")
     parser.add_argument("--texts", type=int, default=4, help="of each length (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="written behind each (default %(default)s)")
-    parser.add_argument("--only", choices=PLANS, metavar="ROW", help="this row, beside the others that there are")
     common.output_option(parser)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=PLANS, metavar="ROW", help="this row, beside the others that there are")
     options = parser.parse_args()
     model = herald_jax.load(options.checkpoint)
     rows: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from herald_jax.cli_arguments import build_request, fail, interrupted, parser
+from herald_jax.cli_arguments import build_request, fail, interrupted, out_of_memory, parser
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, check_request, stream
@@ -58,11 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HeraldError, OSError) as error:
         return fail(error)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return fail(
-            "the device ran out of memory; lower --batch-size or --max-new-tokens, or spread the model (--devices)"
-        )
+        return out_of_memory(error, "lower --batch-size or --max-new-tokens, or spread the model (--devices)")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -85,6 +85,13 @@ def fail(error: Exception | str) -> int:
     return 2
 
 
+def out_of_memory(error: Exception, remedy: str) -> int:
+    """`fail` where a device had no room, with what to do about it. Any other `error` is raised again."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return fail(f"the device ran out of memory; {remedy}")
+
+
 def interrupted(sentence: str, argv: Sequence[str] | None) -> int:
     """Report that the user has stopped the command; returns the exit status for it.
 
@@ -105,6 +112,11 @@ def settings(args: argparse.Namespace, ignored: Collection[str], files: Iterable
     given = {name: value for name, value in vars(args).items() if name not in ignored and value is not None}
     read = [*filter(None, files), str(Path(args.checkpoint) / MANIFEST)]
     return given | {f"content of {file}": hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in read}
+
+
+def differing(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that two runs do not have in common."""
+    return sorted(name for name in settings.keys() | others.keys() if settings.get(name) != others.get(name))
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:

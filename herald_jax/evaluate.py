@@ -151,7 +151,7 @@ class Journal:
         try:
             # Not `splitlines`: an answer may hold what that takes for the end of one.
             given, *records = [json.loads(line) for line in whole.decode("utf-8").split("\n")[:-1]] or [settings]
-            differing = sorted(k for k in settings.keys() | given.keys() if settings.get(k) != given.get(k))
+            differing = cli_arguments.differing(settings, given)
             for record in records:
                 _ = record["plan"], record["set"], "index" in record or record["samples"]
                 (self.answers if "index" in record else self.batches).append(record)
@@ -348,9 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HeraldError, OSError) as error:
         return cli_arguments.fail(error)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return cli_arguments.fail("the device ran out of memory; lower --batch-size, or spread the model (--devices)")
+        return cli_arguments.out_of_memory(error, "lower --batch-size, or spread the model (--devices)")
     if failed:
         print(
             f"error: {failed} answers ended early because the model produced NaN; what was written of them is scored",

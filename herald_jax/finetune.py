@@ -316,11 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HeraldError, OSError) as error:
         return cli_arguments.fail(error)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return cli_arguments.fail(
-            "the device ran out of memory; lower --batch-size, --length or --copies, train adapters (--lora), or give "
-            "more --devices"
+        return cli_arguments.out_of_memory(
+            error, "lower --batch-size, --length or --copies, train adapters (--lora), or give more --devices"
         )
     return 0
 
@@ -426,8 +423,8 @@ def _same_settings(directory: Path, settings: dict[str, Any], resumed: bool) -> 
     path = directory / "settings.json"
     text = json.dumps(settings, indent=1) + "\n"
     if resumed and path.is_file():
-        settings, given = json.loads(text), json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(k for k in settings.keys() | given.keys() if settings.get(k) != given.get(k))
+        given = json.loads(path.read_text(encoding="utf-8"))
+        differing = cli_arguments.differing(json.loads(text), given)
         if differing:
             raise GenerationError(
                 f"{directory} is of a run with another {', '.join(differing)}; give another output, or remove it"

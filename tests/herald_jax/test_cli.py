@@ -432,19 +432,29 @@ def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 LONG = ["x", "--policy", "static", "--max-new-tokens", "16000", "--stream"]
 
 
-def test_interrupt_ends_cleanly(long_checkpoint, tmp_path) -> None:
-    out = tmp_path / "answer"
-    command = [*COMMAND, long_checkpoint, *LONG, "--output", str(out)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def interrupted(command, wait, **options) -> str:
+    """What a command prints on standard error when it is interrupted after `wait(process)`. It ends with 130."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
-            while not any(file.stat().st_size for file in tmp_path.glob(".answer.*")):
-                assert process.poll() is None, process.stderr.read()
-                time.sleep(0.05)
+            wait(process)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130
+    return err
+
+
+def test_interrupt_ends_cleanly(long_checkpoint, tmp_path) -> None:
+    out = tmp_path / "answer"
+    command = [*COMMAND, long_checkpoint, *LONG, "--output", str(out)]
+
+    def until_it_writes(process) -> None:
+        while not any(file.stat().st_size for file in tmp_path.glob(".answer.*")):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+
+    err = interrupted(command, until_it_writes)
     assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
     assert os.listdir(tmp_path) == []
@@ -454,16 +464,13 @@ def test_interrupt_while_compiling_ends_cleanly(long_checkpoint, tmp_path) -> No
     """XLA goes on compiling; the interpreter that ends meanwhile is not to crash (JAX 0.10 would)."""
     command = [*COMMAND, long_checkpoint, *LONG, "--output", str(tmp_path / "answer")]
     logging = os.environ | {"JAX_LOG_COMPILES": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=logging) as process:
-        try:
-            while not ("Compiling" in (line := process.stderr.readline()) and "run_blocks" in line):
-                assert line
-            time.sleep(0.3)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130
+
+    def until_it_compiles(process) -> None:
+        while not ("Compiling" in (line := process.stderr.readline()) and "run_blocks" in line):
+            assert line
+        time.sleep(0.3)
+
+    err = interrupted(command, until_it_compiles, env=logging)
     assert "\ninterrupted\n" in err
     assert os.listdir(tmp_path) == []
 
