@@ -47,6 +47,9 @@ def run(
             result = generate(model, prompts, request, plan)
         found.append(result)
         del model
+        print(
+            f"{config.dtype}, {1 if mesh is None else devices} devices", *result.stats.lines(), "", sep="\n", flush=True
+        )
     return found[0], found[1]
 
 
@@ -82,8 +85,6 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     exact = equal_in_float32(config, options.devices)
     print(f"float32: {exact:.1%} of the tokens equal", flush=True)
     one, many = run(config, prompts, request, Herald(options.budget), options.devices, 2)
-    for result in (one, many):
-        print(*result.stats.lines(), "", sep="\n", flush=True)
     rates = [result.stats.new_tokens / result.stats.decode_seconds for result in (one, many)]
     offload = many.stats.offload
     assert offload is not None
