@@ -26,6 +26,7 @@ from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, check_request, stream
 from herald_jax.loading import Model, load
 from herald_jax.plans import Plan
+from herald_jax.publish import whole_file
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import OffloadStats, Stats
 
@@ -270,15 +271,8 @@ def _output(name: str | None) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as out:  # a device or a pipe cannot be replaced
             yield out
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("x", encoding="utf-8") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as out:
+        yield out
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 
 from herald_jax.errors import ConfigError
 from herald_jax.plans import Dense, Plan
+from herald_jax.publish import whole_file
 
 RESAMPLES = 2000
 
@@ -213,6 +214,7 @@ def curve(summary: Mapping[str, Any], path: str | Path) -> None:
 
 def write(directory: Path, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """`results.json` and `results.md`."""
-    text = json.dumps({"settings": settings, **summary}, indent=1)
-    (directory / "results.json").write_text(text + "\n", encoding="utf-8")
-    (directory / "results.md").write_text(markdown(summary, settings), encoding="utf-8")
+    results = json.dumps({"settings": settings, **summary}, indent=1) + "\n"
+    for name, text in (("results.json", results), ("results.md", markdown(summary, settings))):
+        with whole_file(directory / name) as out:
+            out.write(text)

@@ -31,6 +31,7 @@ from herald_jax.generate import check_request
 from herald_jax.model import Params, flatten, param_specs, unflatten
 from herald_jax.objective import TrainBatch, check_family, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.publish import whole_file
 from herald_jax.text import load_tokenizer
 from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
 from herald_jax.train_data import Source, TaskRows, TextRows, Turns
@@ -419,18 +420,24 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _same_settings(directory: Path, settings: dict[str, Any], resumed: bool) -> None:
-    """Keep with a run's states what it depends on. Raises GenerationError for a state of another run."""
+    """Keep with a run's states what it depends on. Raises GenerationError for a state of another run, or if unknown."""
     path = directory / "settings.json"
     text = json.dumps(settings, indent=1) + "\n"
     if resumed and path.is_file():
-        given = json.loads(path.read_text(encoding="utf-8"))
-        differing = cli_arguments.differing(json.loads(text), given)
+        try:
+            differing = cli_arguments.differing(json.loads(text), json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, AttributeError) as error:  # no JSON or no UTF-8; no object
+            raise GenerationError(
+                f"{path} is damaged ({error}), and it says which run the states beside it are of; remove {directory} "
+                "to begin anew, or that file alone to go on, if the flags and the data are as they were"
+            ) from error
         if differing:
             raise GenerationError(
                 f"{directory} is of a run with another {', '.join(differing)}; give another output, or remove it"
             )
     directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with whole_file(path) as out:
+        out.write(text)
 
 
 def _lengths(given: str, block: int, most: int) -> list[int]:

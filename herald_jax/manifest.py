@@ -57,11 +57,11 @@ def read_manifest(path: str | Path) -> Manifest:
         manifest = Manifest(
             path, ModelConfig.from_dict(raw["config"]), raw["params"], raw["files"], dict(raw["provenance"])
         )
+        problems = _file_problems(manifest) + spec_problems(manifest.config, manifest.params)
     except ConfigError as error:
         raise CheckpointError(f"{path / MANIFEST} holds an invalid configuration: {error}") from error
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged ({error!r}); convert the source again") from error
-    problems = _file_problems(manifest) + spec_problems(manifest.config, manifest.params)
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise CheckpointError(

@@ -1,13 +1,16 @@
-"""A directory that appears whole or not at all."""
+"""Directories and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from herald_jax.errors import CheckpointError
 from herald_jax.manifest import MANIFEST
@@ -78,6 +81,25 @@ class AtomicDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A text file that appears at `path`, or replaces what is there, when it is written and on the disk.
+
+    Of a link, the target is replaced. An exception leaves `path` as it was, and so does a process that is killed.
+    """
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a killed process that had the same number, as in a container
+    try:
+        with partial.open("x", encoding="utf-8") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_destination(path: Path, *, force: bool) -> None:

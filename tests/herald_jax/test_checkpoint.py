@@ -315,6 +315,9 @@ def test_damage_is_named(saved: Path) -> None:
     )
 
 
+DESCRIBED = ("config", "params", "files", "provenance")
+
+
 def test_damaged_manifests(saved: Path) -> None:
     good = json.loads((saved / "herald.json").read_text())
     edit(saved, config={**good["config"], "rotary": 1})
@@ -326,9 +329,11 @@ def test_damaged_manifests(saved: Path) -> None:
     edit(saved, format="something else")
     with pytest.raises(CheckpointError, match="has the format 'something else' instead of 'herald_jax checkpoint'"):
         read_manifest(saved)
-    (saved / "herald.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"herald\.json is damaged"):
-        read_manifest(saved)
+    whole = json.dumps(good)
+    for damaged in ("", "{", whole[: len(whole) // 2], "[]", *(json.dumps({**good, name: [1]}) for name in DESCRIBED)):
+        (saved / "herald.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"herald\.json is damaged .*; convert the source again"):
+            read_manifest(saved)
 
 
 MEMORY = """

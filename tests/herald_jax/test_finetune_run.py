@@ -109,6 +109,18 @@ def test_command_trains_adapters_for_mage(tmp_path: Path, capsys: pytest.Capture
     assert "already holds a checkpoint" in capsys.readouterr().err
     assert finetune.main([*arguments, "--steps", "2", "--force"]) == 0
     assert "continuing from step 2" in capsys.readouterr().err
+    # What says which run the states are of may have been cut short, and is neither trusted nor overwritten then.
+    settings = tmp_path / "tuned.state" / "settings.json"
+    whole = settings.read_bytes()
+    assert not list(settings.parent.glob(".*"))
+    for damaged in (b"", whole[:-9], b"[]\n", b"\xff" + whole):
+        settings.write_bytes(damaged)
+        assert finetune.main([*arguments, "--steps", "2", "--force"]) == 2
+        said = capsys.readouterr().err
+        assert f"error: {settings} is damaged (" in said
+        assert f"remove {settings.parent} to begin anew, or that file alone to go on" in said
+        assert settings.read_bytes() == damaged
+    settings.write_bytes(whole)
     # The states of another run are not gone on from, whether the flags or the data are others.
     assert finetune.main([*arguments, "--steps", "2", "--force", "--learning-rate", "0.01"]) == 2
     assert "is of a run with another learning_rate; give another output" in capsys.readouterr().err
