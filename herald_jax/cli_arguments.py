@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import os
 import sys
@@ -17,50 +18,17 @@ from herald_jax.errors import GenerationError
 from herald_jax.manifest import MANIFEST
 from herald_jax.plans import Dense, Herald, Mage, Plan
 
+
+def _own(plan: type[Plan]) -> dict[str, str]:
+    """Every field of a plan has a flag of its name."""
+    return {field.name: field.name for field in dataclasses.fields(plan)}
+
+
 # Each plan and policy by name: how it is built, and which flags it takes under which of its own names.
 PLANS: dict[str, tuple[Callable[..., Plan], dict[str, str]]] = {
-    "dense": (Dense, {}),
-    "mage": (
-        Mage,
-        {
-            name: name
-            for name in (
-                "budget",
-                "min_budget",
-                "query",
-                "reduce",
-                "dense_layers",
-                "select_at_step",
-                "select_every",
-                "rest",
-                "page_size",
-                "selector",
-                "measure",
-            )
-        },
-    ),
-    "herald": (
-        Herald,
-        {
-            name: name
-            for name in (
-                "budget",
-                "min_budget",
-                "query",
-                "reduce",
-                "dense_layers",
-                "page_size",
-                "selector",
-                "draft",
-                "draft_at",
-                "index_bits",
-                "split",
-                "reuse",
-                "keep_bonus",
-                "measure",
-            )
-        },
-    ),
+    "dense": (Dense, _own(Dense)),
+    "mage": (Mage, _own(Mage)),
+    "herald": (Herald, _own(Herald)),
 }
 POLICIES: dict[str, tuple[Callable[..., denoise.Policy], dict[str, str]]] = {
     "static": (denoise.StaticLowConfidence, {"steps": "steps"}),
@@ -216,6 +184,14 @@ def _share_or_auto(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor auto") from None
 
 
+def _layers(text: str) -> list[int]:
+    # A list, as JSON gives it back: a journal's settings are compared with these.
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers, such as 2,6") from None
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The flags of the plans; those of one plan default to None."""
     group = parser.add_argument_group("plan")
@@ -227,10 +203,21 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="mage, herald: prefix entries a block may attend to, 512 or 0.05",
     )
     group.add_argument("--min-budget", type=int, metavar="N", help="mage, herald: at least so many entries")
+    group.add_argument("--sinks", type=int, metavar="N", help="mage, herald: first entries that are always chosen")
+    group.add_argument("--recent", type=int, metavar="N", help="mage, herald: last entries that are always chosen")
     group.add_argument(
         "--query", metavar="Q", help="mage, herald: whose attention selects: all, center, first, last; herald also mean"
     )
     group.add_argument("--reduce", metavar="R", help="mage, herald: mean or max over those queries")
+    group.add_argument(
+        "--normalise", metavar="W", help="mage: over what attention adds up to 1: prefix+block, or prefix alone"
+    )
+    group.add_argument(
+        "--allocate", metavar="A", help="mage: the budget of a layer: uniform, or layer_adaptive where more is needed"
+    )
+    group.add_argument(
+        "--layer-spread", type=float, metavar="F", help="mage: layer_adaptive: at most so many times the budget"
+    )
     group.add_argument(
         "--dense-layers", type=int, metavar="N", help="mage, herald: leading layers that attend to everything"
     )
@@ -244,6 +231,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--selector",
         metavar="S",
         help="mage: mage, or a baseline: oracle, quest, tidal, random, recent; herald: cpu, index, split or auto",
+    )
+    group.add_argument(
+        "--reselect-layers", type=_layers, metavar="L,L", help="mage: layers at which the selector tidal selects anew"
     )
     group.add_argument(
         "--measure",
@@ -278,12 +268,12 @@ def _build(kind: str, table: Mapping[str, tuple[Callable[..., Any], dict[str, st
     """The plan or policy that the flags describe. Raises GenerationError for a flag that belongs to another one."""
     name = getattr(args, kind)
     build, takes = table[name]
-    for owner, (_, flags) in table.items():
-        for flag in flags.keys() - takes.keys():
-            if getattr(args, flag) is not None:
-                raise GenerationError(
-                    f"--{flag.replace('_', '-')} belongs to --{kind} {owner}, but the {kind} is {name}"
-                )
+    for flag in dict.fromkeys(flag for _, flags in table.values() for flag in flags):
+        if flag not in takes and getattr(args, flag) is not None:
+            owners = [owner for owner, (_, flags) in table.items() if flag in flags]
+            raise GenerationError(
+                f"--{flag.replace('_', '-')} belongs to --{kind} {' and '.join(owners)}, but the {kind} is {name}"
+            )
     return build(**{own: getattr(args, flag) for flag, own in takes.items() if getattr(args, flag) is not None})
 
 
@@ -313,4 +303,6 @@ def _build_policy(args: argparse.Namespace) -> denoise.Policy:
 
 def build_plan(args: argparse.Namespace) -> Plan:
     """The plan that `add_plan`'s flags describe. Raises GenerationError as `build_request` does."""
+    if args.layer_spread is not None and args.plan == "mage" and args.allocate != "layer_adaptive":
+        raise GenerationError("--layer-spread bounds what layers get under --allocate layer_adaptive: give that too")
     return _build("plan", PLANS, args)

@@ -308,7 +308,7 @@ WRONG = {
     "steps": (["x", "--steps", "-2"], "steps is -2"),
     "post_steps_alone": (["x", "--max-post-steps", "1"], "give --editing-threshold too"),
     "other_policys_flag": (["x", "--entropy-bound", "1"], "--entropy-bound belongs to --policy entropy-bound"),
-    "other_plans_flag": (["x", "--budget", "64"], "--budget belongs to --plan mage, but the plan is dense"),
+    "other_plans_flag": (["x", "--budget", "64"], "--budget belongs to --plan mage and herald, but the plan is dense"),
     "budget": (["x", "--plan", "mage", "--budget", "1.5"], "budget is 1.5"),
     "no_budget": (["x", "--plan", "mage", "--budget", "all"], "'all' is neither a number of entries nor a fraction"),
     "draft_at": (["x", "--plan", "herald", "--draft-at", "late"], "'late' is neither a fraction nor auto"),
