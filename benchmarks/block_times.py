@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from herald_jax import Mage, ModelConfig, Threshold
-from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
+from herald_jax.block_loop import first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling
 from herald_jax.generate import capacity_for
+from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.mage import MageKV
 from herald_jax.model import Params, param_specs, unflatten
 from herald_jax.plans import Plan

@@ -22,12 +22,13 @@ from benchmarks.block_times import GREEDY, NO_STOPS, contrast
 from benchmarks.shapes import weight_bytes
 from herald_jax import Dense, Herald, ModelConfig, StaticLowConfidence, draft_moment, host_kv, offload, select
 from herald_jax import device_index as index_of
-from herald_jax.block_loop import LoopOptions, Rows, first_canvas
+from herald_jax.block_loop import first_canvas
 from herald_jax.cache import DeviceKV
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import host_views
+from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.model import Params
 from herald_jax.pooled import PooledKV, pool_slots
 

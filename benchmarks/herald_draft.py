@@ -19,10 +19,10 @@ import herald_jax
 from benchmarks import common
 from benchmarks.herald_traffic import parser_of, pieces
 from herald_jax import GenerateConfig, Herald, Model, Threshold, host_prefill, select
-from herald_jax.block_loop import Rows
 from herald_jax.cache import DeviceKV
 from herald_jax.generate import _Run
 from herald_jax.host_kv import HostKV
+from herald_jax.loop_state import Rows
 from herald_jax.model import bind
 
 # The draft's doing alone, and with what the pool holds preferred, as by default.

@@ -13,85 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from herald_jax import mage, mage_steps, pooled, select, sharding
-from herald_jax.cache import BESIDE_A_CACHE, DenseAttend, DeviceKV
-from herald_jax.config import ModelConfig
-from herald_jax.denoise import Editing, Policy, Prediction, Sampling, predict
-from herald_jax.mage import MageAttend, MageKV
-from herald_jax.model import Attend, Params, Transformer, bind
-from herald_jax.plans import Dense, Herald, Mage, Plan
-from herald_jax.pooled import PooledAttend, PooledKV
-
-
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Everything that changes while a batch of B rows is written. M is the block length, N the cache's capacity.
-
-    Attributes:
-      cache: K and V; slots below `length[b]` are committed.
-      tokens: i32[B, N], prompt and everything written so far.
-      prompt_length, limit: i32[B], where new tokens begin and the position that ends the row.
-      length: i32[B], committed prefix.
-      canvas, known: i32[B, M], bool[B, M], the current block and which of its positions hold tokens.
-      step: i32[B], denoising steps taken in the current block.
-      whole_block: bool[B], whether the block's K and V have been written since its first step (sub-block cache).
-      ready: i32[B], end of the tokens that are final; `fresh` bool[B] says that the last forward finished a block.
-      done, failed: bool[B]; failed rows met a NaN.
-      key: typed PRNG keys [B].
-      forwards, commits, blocks: i32[B] counters; batch_forwards: i32.
-      sparse_blocks: i32[B], blocks begun with a budget below their prefix; exact_forwards: i32, forwards that selected.
-      post, edited: i32[B], forwards of the current block since it had no mask left, and tokens rewritten so far; both
-        move under `denoise.Editing` only.
-    """
-
-    cache: DeviceKV | MageKV | PooledKV
-    tokens: jax.Array
-    prompt_length: jax.Array
-    limit: jax.Array
-    length: jax.Array
-    canvas: jax.Array
-    known: jax.Array
-    step: jax.Array
-    whole_block: jax.Array
-    ready: jax.Array
-    fresh: jax.Array
-    done: jax.Array
-    failed: jax.Array
-    key: jax.Array
-    forwards: jax.Array
-    commits: jax.Array
-    blocks: jax.Array
-    batch_forwards: jax.Array
-    sparse_blocks: jax.Array
-    exact_forwards: jax.Array
-    post: jax.Array
-    edited: jax.Array
-
-
-Phase = Literal["dense", "select", "sparse"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """What the loop is compiled for.
-
-    Attributes:
-      spared: multiprocessors of a GPU that a step leaves to what runs beside it.
-    """
-
-    config: ModelConfig
-    mesh: Mesh | None = None
-    block_cache: bool = False
-    implementation: str | None = None
-    plan: Plan = dataclasses.field(default_factory=Dense)
-    spared: int = 0
+from herald_jax import mage_steps, pooled, select
+from herald_jax.block_forward import forward, greedy_seed, position_keys
+from herald_jax.cache import BESIDE_A_CACHE, DeviceKV
+from herald_jax.denoise import Editing, Policy, Sampling, predict
+from herald_jax.loop_state import LoopOptions, Phase, Rows, placed_rows
+from herald_jax.mage import MageKV
+from herald_jax.model import Params, Transformer, bind
+from herald_jax.plans import Herald, Mage
+from herald_jax.pooled import PooledKV
 
 
 @functools.partial(jax.jit, static_argnames=("options",), donate_argnames=("cache",))
@@ -121,8 +56,8 @@ def first_canvas(
     failed = ~done & jnp.any(jnp.isnan(last_hidden), axis=-1)
     if contract.seeded:
         kernel = bind(options.config, params).head_kernel()
-        keys = None if sampling.greedy else _position_keys(key, length[:, None], jnp.zeros_like(length))
-        greedy = _greedy_seed(options, jnp.zeros_like(canvas[:, :1]))
+        keys = None if sampling.greedy else position_keys(key, length[:, None], jnp.zeros_like(length))
+        greedy = greedy_seed(options, jnp.zeros_like(canvas[:, :1]))
         seed = predict(last_hidden[:, None], kernel, sampling, keys, greedy)
         needs_seed = ~known[:, :1] & ~done[:, None]
         canvas = jnp.where(needs_seed & (index == 0), seed.token, canvas)
@@ -135,21 +70,6 @@ def first_canvas(
         zero, zero, zero, jnp.zeros((), jnp.int32), zero, jnp.zeros((), jnp.int32), zero, zero,
     )  # fmt: skip
     return placed_rows(_settle(rows, stops, jnp.zeros((batch,), bool)), options.mesh)
-
-
-def _position_keys(key: jax.Array, positions: jax.Array, step: jax.Array) -> jax.Array:
-    """A key per absolute position `[B, T]` and step `[B]`: noise depends on neither the batch nor the window."""
-    at_position = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, positions)
-    return jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(at_position, step)
-
-
-def _greedy_seed(options: LoopOptions, at: jax.Array) -> jax.Array | None:
-    """Which predictions, of positions `at` i32[B, T], take the argmax whatever the temperature: position 0, the seed,
-    where the family says so."""
-    contract = options.config.diffusion
-    if not contract.seeded or contract.seed_rule == "sample":
-        return None
-    return at == 0
 
 
 def _settle(
@@ -223,7 +143,7 @@ def step(
     # Of a family with small blocks only the window's predictions are asked for (and, by a committing row, position 0's,
     # where its window then is), but by editing, and by HERALD's drafts.
     everywhere = isinstance(policy, Editing) or isinstance(options.plan, Herald)
-    prediction, cache = _forward(model, rows, window, active, sampling, options, phase, hidden, everywhere)
+    prediction, cache = forward(model, rows, window, active, sampling, options, phase, hidden, everywhere)
     editable = rewrite = jnp.zeros_like(rows.known)
     if isinstance(policy, Editing):
         editable = rows.known & active[:, None] & (rows.length[:, None] + index >= rows.prompt_length[:, None])
@@ -281,132 +201,6 @@ def step(
         post=jnp.where(committing, 0, rows.post + (active & complete)),
     )
     return rows if isinstance(policy, Editing) else _settle(rows, stops, complete & ~committing)
-
-
-def _forward(
-    model: Transformer,
-    rows: Rows,
-    window: jax.Array,
-    active: jax.Array,
-    sampling: Sampling,
-    options: LoopOptions,
-    phase: Phase,
-    made: jax.Array | None = None,
-    everywhere: bool = True,
-) -> tuple[Prediction, Any]:
-    """Predictions `[B, M]` for the canvas and the cache holding its K and V.
-
-    Unless `everywhere`, those outside of the small block `window` i32[B] are zeros.
-
-    With shifted logits position i is predicted from hidden state i - 1; position 0, always known in its own block,
-    holds the prediction of the last hidden state instead: the seed of the next block.
-    """
-    contract = options.config.diffusion
-    batch, block = rows.canvas.shape
-    inputs = rows.canvas
-    if contract.mask_token_id is not None:
-        inputs = jnp.where(rows.known, rows.canvas, contract.mask_token_id)
-    shifted = contract.logit_alignment == "shifted"
-    visible = jnp.where(active, rows.length + block, 0)[:, None]
-    small = contract.small_block_length
-    inside = (window * small)[:, None] + jnp.arange(small)[None, :]  # the window's positions
-
-    def spread(x: jax.Array) -> jax.Array:
-        # Not a scatter, which would be launches of its own.
-        here = jnp.arange(block)[None, :] // small == window[:, None]
-        return jnp.where(here, jnp.tile(x, (1, block // small)), jnp.zeros((), x.dtype))
-
-    def run(offset: jax.Array, size: int, keep: jax.Array | None, cache: Any) -> tuple[Prediction, Any]:
-        at = offset[:, None] + jnp.arange(size)[None, :]
-        attend: Attend = DenseAttend(rows.length + offset, visible, keep, options.mesh, options.implementation)
-        if isinstance(options.plan, Mage):
-            # A committing row has no mask to ask for; if it selects (the oracle does), its whole block asks.
-            asking = (~rows.known | jnp.all(rows.known, axis=1, keepdims=True)) & active[:, None]
-            if phase == "sparse" and options.plan.query == "all":
-                # To be measured only, as the paper does it: by the block's queries, those of all positions that chose.
-                index = jnp.arange(block)[None, :]
-                began = (rows.length[:, None] + index >= rows.prompt_length[:, None]) & (index >= int(contract.seeded))
-                asking = began & active[:, None]
-            cache, same = mage_steps.unchanged(cache, inputs, phase == "select")
-            attend = MageAttend(
-                rows.length,
-                visible,
-                select.query_rows(options.plan, asking),
-                options.plan,
-                phase == "sparse",
-                options.mesh,
-                options.implementation,
-                same=same,
-            )
-        if isinstance(options.plan, Herald):
-            attend = PooledAttend(
-                rows.length, active, None, options.plan, contract, options.mesh, options.implementation
-            )
-        chosen = inputs if size == block else jnp.take_along_axis(inputs, at, axis=1)
-        if made is None:
-            hidden, cache = model(chosen, rows.length[:, None] + at, attend, cache)
-        else:
-            hidden = made
-        if small < size and not everywhere:
-            at = inside
-            hidden = jnp.take_along_axis(hidden, ((at - shifted) % size)[:, :, None], axis=1)
-        elif shifted:
-            hidden = jnp.roll(hidden, 1, axis=1)
-        target = jnp.where((at == 0) & shifted, block, at)
-        keys = None if sampling.greedy else _position_keys(rows.key, rows.length[:, None] + target, rows.step)
-        greedy = None if sampling.greedy or size != block else _greedy_seed(options, at)
-        # Over a mesh the head is split, by vocabulary or not, and XLA's.
-        head = "xla" if options.mesh is not None or options.implementation == "xla" else None
-        found = predict(hidden, model.head_kernel(), sampling, keys, greedy, implementation=head, spared=options.spared)
-        return (found if at.shape[1] == block else jax.tree.map(spread, found)), cache
-
-    zero = jnp.zeros_like(window)
-    if not options.block_cache:
-        return run(zero, block, None, rows.cache)
-
-    # Fast-dLLM v2's sub-block cache. A row refreshes its whole block's K and V at the block's first step, whenever the
-    # first position of its small block is masked, and to commit; otherwise only its small block is written, and the
-    # rest of the block is seen as the last refresh left it. The choice is the row's own: when one row refreshes, the
-    # others take part in the whole-block forward but write no more than their small block.
-    first_masked = ~jnp.take_along_axis(rows.known, (window * small)[:, None], axis=1)[:, 0]
-    refresh = active & (~rows.whole_block | first_masked | jnp.all(rows.known, axis=1))
-
-    def whole(cache: Any) -> tuple[Prediction, Any]:
-        keep = refresh[:, None] | ((jnp.arange(block) // small)[None, :] == window[:, None])
-        return run(zero, block, keep, cache)
-
-    def partial(cache: Any) -> tuple[Prediction, Any]:
-        return run(window * small, small, None, cache)
-
-    # Two loops of at most one turn, not a `cond`: XLA updates a loop's carry in place, but in a branch it copies the
-    # whole cache at every layer.
-    def once(wanted: jax.Array, forward: Any, carry: Any) -> Any:
-        def body(state: Any) -> Any:
-            return (jnp.zeros_like(wanted), *forward(state[2]))
-
-        return jax.lax.while_loop(lambda state: state[0], body, (wanted, *carry))[1:]
-
-    zeros = jnp.zeros((batch, block), jnp.float32)
-    carry = (Prediction(zeros.astype(jnp.int32), zeros, zeros), rows.cache)
-    carry = once(jnp.any(refresh), whole, carry)
-    return once(~jnp.any(refresh), partial, carry)
-
-
-def placed_rows(rows: Rows, mesh: Mesh | None) -> Rows:
-    """`rows` where they are split over "data": leaving the loop and entering it again must not compile anew."""
-    if mesh is None:
-        return rows
-    state = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    state = {
-        name: jax.lax.with_sharding_constraint(value, sharding.batch_sharding(mesh, value.ndim))
-        for name, value in state.items()
-        if isinstance(value, jax.Array)
-    }
-    if isinstance(rows.cache, MageKV):
-        state["cache"] = mage.placed(rows.cache, mesh)
-    if isinstance(rows.cache, PooledKV):
-        state["cache"] = pooled.placed(rows.cache, mesh)
-    return dataclasses.replace(rows, **state)
 
 
 def mage_blocks(

@@ -19,13 +19,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from herald_jax import sharding
-from herald_jax.block_loop import LoopOptions, Rows, first_canvas, run_blocks
+from herald_jax.block_loop import first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
 from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.denoise import Editing, Sampling
 from herald_jax.errors import GenerationError
 from herald_jax.herald import Begun, Pipeline
 from herald_jax.loading import Model
+from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.mage import MageKV
 from herald_jax.plans import Dense, Herald, Mage, Plan
 from herald_jax.pooled import PooledKV

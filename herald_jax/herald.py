@@ -29,13 +29,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, select, sharding
-from herald_jax.block_loop import LoopOptions, Rows
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
 from herald_jax.errors import GenerationError
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
 from herald_jax.host_select import Scanner
+from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.model import Params
 from herald_jax.offload import Held
 from herald_jax.plans import Herald

@@ -23,10 +23,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import host_kv, select, sharding
-from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
+from herald_jax.block_loop import step
 from herald_jax.cache import CACHE_SPEC, DenseAttend, DeviceKV, write
 from herald_jax.config import ModelConfig
 from herald_jax.host_kv import HostKV
+from herald_jax.loop_state import LoopOptions, Rows, placed_rows
 from herald_jax.model import Params, bind, rope_angles
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledKV, pool_slots

@@ -211,7 +211,7 @@ class MageAttend:
             result = self._attention(folded, cache.pool, seen, layer)
             out = result.out
             if cache.rest is not None:
-                assert self.same is not None  # `block_loop` gives it
+                assert self.same is not None  # `block_forward` gives it
                 out = cache.rest.joined(layer, out, result.lse, self.same)
             if measuring:
                 quality = self._measure(layer, folded, cache)

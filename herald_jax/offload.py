@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from herald_jax import select
-from herald_jax.block_loop import LoopOptions, Rows, placed_rows, step
+from herald_jax.block_loop import step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.host_kv import HostKV, on_gpu
+from herald_jax.loop_state import LoopOptions, Rows, placed_rows
 from herald_jax.model import Params, bind
 from herald_jax.plans import Herald
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts

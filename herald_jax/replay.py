@@ -29,6 +29,7 @@ from herald_jax.errors import GenerationError
 from herald_jax.generate import capacity_for, check_request
 from herald_jax.herald import Pipeline
 from herald_jax.loading import Model
+from herald_jax.loop_state import LoopOptions, Rows, placed_rows
 from herald_jax.mage import MageKV
 from herald_jax.model import bind
 from herald_jax.plans import Dense, Herald, Mage, Plan
@@ -65,19 +66,19 @@ class Trajectory:
 
 @functools.partial(jax.jit, static_argnames=("options", "phase"), donate_argnames=("rows",))
 def _step(
-    params: Any, rows: block_loop.Rows, policy: Any, stops: jax.Array, *, options: block_loop.LoopOptions, phase: Any
-) -> tuple[block_loop.Rows, jax.Array]:
+    params: Any, rows: Rows, policy: Any, stops: jax.Array, *, options: LoopOptions, phase: Any
+) -> tuple[Rows, jax.Array]:
     """One step under `policy`, and what the model predicted at every masked position."""
     model = bind(options.config, params)
     canvas = rows.canvas
     after = block_loop.step(model, rows, policy, _GREEDY, stops, options, phase=phase)
-    after = block_loop.placed_rows(after, options.mesh)
+    after = placed_rows(after, options.mesh)
     return after, jnp.where(rows.known, canvas, after.canvas)
 
 
 def _start(
     model: Model, prompt: list[int], new_tokens: int, plan: Plan, room: int
-) -> tuple[block_loop.Rows, block_loop.LoopOptions, Pipeline | None]:
+) -> tuple[Rows, LoopOptions, Pipeline | None]:
     """One row, prefilled, at its first canvas; it never stops by itself. HERALD's pipeline is to be closed."""
     config, block = model.config, model.config.diffusion.block_length
     check_request(config, GenerateConfig(max_new_tokens=new_tokens), plan, [prompt])
@@ -87,7 +88,7 @@ def _start(
     capacity = capacity_for(max(end, -(-int(whole[0]) // chunk) * chunk))
     tokens = np.zeros((1, capacity), np.int32)
     tokens[0, : len(prompt)] = prompt
-    options = block_loop.LoopOptions(config, model.mesh, plan=plan)
+    options = LoopOptions(config, model.mesh, plan=plan)
     pipeline: Pipeline | None = None
     kv: Any
     if isinstance(plan, Herald):
@@ -191,16 +192,16 @@ def predictions(model: Model, trajectory: Trajectory, plan: Plan) -> Iterator[np
 
 
 def _herald_block(
-    pipeline: Pipeline, rows: block_loop.Rows, states: Sequence[State], final: np.ndarray, policy: Policy,
-    options: block_loop.LoopOptions, step: Any, last: bool,
-) -> Generator[np.ndarray, None, block_loop.Rows]:  # fmt: skip
+    pipeline: Pipeline, rows: Rows, states: Sequence[State], final: np.ndarray, policy: Policy,
+    options: LoopOptions, step: Any, last: bool,
+) -> Generator[np.ndarray, None, Rows]:  # fmt: skip
     """One block under HERALD, and, unless it is the `last`, the pool of the next one."""
     plan, cache = options.plan, _pooled(rows)
     assert isinstance(plan, Herald)
     moment = draft_moment.revealed(rows.length, policy, plan=plan, config=options.config)
     off = jnp.zeros_like(cache.committed)
     rows = _with(rows, dataclasses.replace(cache, committed=off, drafted=jnp.copy(off), draft_from=moment))
-    turn: Callable[[block_loop.Rows], block_loop.Rows] | None = None
+    turn: Callable[[Rows], Rows] | None = None
     after = [*((state.canvas, state.known) for state in states[1:]), (final, np.ones(final.shape, bool))]
     for number, state in enumerate(states):
         rows = _forced(rows, state.canvas, state.known, number)
@@ -220,12 +221,12 @@ def _herald_block(
     return rows if last or turn is None else turn(rows)
 
 
-def _pooled(rows: block_loop.Rows) -> PooledKV:
+def _pooled(rows: Rows) -> PooledKV:
     assert isinstance(rows.cache, PooledKV)
     return rows.cache
 
 
-def _with(rows: block_loop.Rows, cache: PooledKV) -> block_loop.Rows:
+def _with(rows: Rows, cache: PooledKV) -> Rows:
     return dataclasses.replace(rows, cache=cache)
 
 
@@ -233,7 +234,7 @@ def _exact_steps(plan: Mage, block: int) -> int:
     return plan.select_at_step if block % plan.select_every == 0 else 0
 
 
-def _forced(rows: block_loop.Rows, canvas: np.ndarray, known: np.ndarray, step: int) -> block_loop.Rows:
+def _forced(rows: Rows, canvas: np.ndarray, known: np.ndarray, step: int) -> Rows:
     """`rows` (one of them) in a recorded state, alive."""
     return dataclasses.replace(
         rows, canvas=jnp.asarray(canvas)[None], known=jnp.asarray(known)[None], done=jnp.zeros((1,), bool),

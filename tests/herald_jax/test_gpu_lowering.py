@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import AxisType
 
 from herald_jax import Dense, Mage, Threshold
-from herald_jax.block_loop import LoopOptions, Rows, run_blocks
+from herald_jax.block_loop import run_blocks
 from herald_jax.cache import DeviceKV
 from herald_jax.denoise import Sampling
+from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.mage import MageKV
 from herald_jax.model import param_specs, unflatten
 from herald_jax.plans import Plan
