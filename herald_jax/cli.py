@@ -23,10 +23,11 @@ from tqdm import tqdm
 from herald_jax.cli_arguments import build_request, fail, interrupted, out_of_memory, parser
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
-from herald_jax.generate import BlockEvent, check_request, stream
+from herald_jax.generate import BlockEvent, stream
 from herald_jax.loading import Model, load
 from herald_jax.plans import Plan
 from herald_jax.publish import whole_file
+from herald_jax.request import check_request
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import OffloadStats, Stats
 

@@ -1,13 +1,12 @@
 """From prompts to tokens: `generate`, and `stream`, which yields each finished block.
 
-This module is the host side of the block loop: it checks the request, sizes the cache, runs prefill and the jitted loop
-(`block_loop.run_blocks`), and turns buffers into lists and text.
+This module is the host side of the block loop: it has the request checked (`request.py`), sizes the cache, runs prefill
+and the jitted loop (`block_loop.run_blocks`), and turns buffers into lists and text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,8 @@ from jax.experimental import multihost_utils
 from herald_jax import sharding
 from herald_jax.block_loop import first_canvas, run_blocks
 from herald_jax.cache import DeviceKV
-from herald_jax.config import GenerateConfig, ModelConfig
-from herald_jax.denoise import Editing, Sampling
+from herald_jax.config import GenerateConfig
+from herald_jax.denoise import Sampling
 from herald_jax.errors import GenerationError
 from herald_jax.herald import Begun, Pipeline
 from herald_jax.loading import Model
@@ -31,10 +30,9 @@ from herald_jax.mage import MageKV
 from herald_jax.plans import Dense, Herald, Mage, Plan
 from herald_jax.pooled import PooledKV
 from herald_jax.prefill import chunk_length, prefill
+from herald_jax.request import Prompt, check_request, encode_prompts
 from herald_jax.stats import CompileClock, Stats
 from herald_jax.text import StreamDecoder
-
-Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +177,7 @@ class _Run:
         self.model, self.config, self._shared = model, config, shared
         contract = model.config.diffusion
         block = contract.block_length
-        ids = _encode(model, prompts)
+        ids = encode_prompts(model, prompts)
         check_request(model.config, config, plan, ids)
         self.count = len(ids)
         if keys is not None and (keys.shape != (self.count,) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
@@ -407,63 +405,3 @@ def _to_host(values: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     if all(value.is_fully_addressable for value in values.values()):
         return {name: np.asarray(value) for name, value in jax.device_get(values).items()}
     return multihost_utils.process_allgather(values, tiled=True)
-
-
-def _encode(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
-    if isinstance(prompts, str):
-        raise GenerationError("prompts is a single text, but a list of prompts was expected; write [prompt]")
-    if len(prompts) == 0:
-        raise GenerationError("prompts is empty, but at least one prompt was expected")
-    encoded = []
-    for row, prompt in enumerate(prompts):
-        try:
-            ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(t) for t in prompt]
-        except TypeError as error:
-            raise GenerationError(f"prompt {row} must be a text or a list of token ids: {error}") from None
-        encoded.append(ids)
-    return encoded
-
-
-def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
-    """Raises GenerationError for a request that this model cannot serve."""
-    contract = config.diffusion
-    if not isinstance(plan, (Dense, Mage, Herald)):
-        raise GenerationError(f"plan is {plan!r}, but must be Dense(), Mage(...) or Herald(...)")
-    if isinstance(plan, Herald) and contract.mask_token_id is None:
-        raise GenerationError(
-            f"Herald selects with a mask's query, but family {config.family!r} has no mask token; use Dense() or Mage()"
-        )
-    if isinstance(plan, (Mage, Herald)):
-        if request.block_cache:
-            raise GenerationError(f"block_cache goes with the dense plan only, not with {type(plan).__name__}")
-        if plan.dense_layers >= config.num_layers:
-            raise GenerationError(
-                f"dense_layers is {plan.dense_layers}, but the model has {config.num_layers} layers; leave some sparse"
-            )
-        for layer in (plan.reselect_layers or ()) if isinstance(plan, Mage) else ():
-            if not plan.dense_layers <= layer < config.num_layers:
-                raise GenerationError(
-                    f"reselect_layers names layer {layer}, but the sparse layers are {plan.dense_layers} to "
-                    f"{config.num_layers - 1}"
-                )
-    if isinstance(request.policy, Editing) and (contract.seeded or contract.block_length == 1):
-        raise GenerationError(
-            "Editing goes with families whose logits speak for their own position (LLaDA2, SDAR), not with "
-            f"{config.family!r}"
-        )
-    if request.block_cache and contract.small_block_length == contract.block_length:
-        raise GenerationError(f"block_cache needs sub-blocks, but family {config.family!r} has none")
-    if request.top_k > config.vocab_size:
-        raise GenerationError(f"top_k is {request.top_k}, but the vocabulary has {config.vocab_size} ids")
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise GenerationError(f"prompt {row} is empty, but at least one token was expected")
-        bad = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
-        if bad is not None:
-            raise GenerationError(f"prompt {row} has token id {bad}, outside the vocabulary of {config.vocab_size}")
-        end = len(prompt) + request.max_new_tokens
-        if end > config.max_position_embeddings:
-            raise GenerationError(
-                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {request.max_new_tokens}, together "
-                f"{end}, but the model's context is {config.max_position_embeddings} tokens; shorten one of them"
-            )

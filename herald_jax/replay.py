@@ -26,7 +26,7 @@ from herald_jax.cache import DeviceKV
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import Editing, Policy, Sampling, StaticLowConfidence
 from herald_jax.errors import GenerationError
-from herald_jax.generate import capacity_for, check_request
+from herald_jax.generate import capacity_for
 from herald_jax.herald import Pipeline
 from herald_jax.loading import Model
 from herald_jax.loop_state import LoopOptions, Rows, placed_rows
@@ -35,6 +35,7 @@ from herald_jax.model import bind
 from herald_jax.plans import Dense, Herald, Mage, Plan
 from herald_jax.pooled import PooledKV, note_drafts
 from herald_jax.prefill import chunk_length, prefill
+from herald_jax.request import check_request
 
 _GREEDY = Sampling.of(0.0, 0, 1.0)
 _ALL_AT_ONCE = StaticLowConfidence(1)  # reveals every masked position, so that every prediction can be read
