@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from herald_jax.plans import Dense, Herald, Mage, Plan
 from herald_jax.pooled import PooledKV
 from herald_jax.prefill import chunk_length, prefill
 from herald_jax.request import Prompt, check_request, encode_prompts
-from herald_jax.stats import CompileClock, Stats
+from herald_jax.stats import Stats, Stopwatch
 from herald_jax.text import StreamDecoder
 
 
@@ -171,7 +170,7 @@ class _Run:
         implementation: str | None,
         shared: SharedPrefill | None = None,
     ):
-        self._clock = CompileClock()
+        self._prefilling, self._decoding = Stopwatch(), Stopwatch()
         self._pipeline: Pipeline | None = None
         self._begun: Begun | None = None
         self.model, self.config, self._shared = model, config, shared
@@ -205,32 +204,29 @@ class _Run:
         self._sampling = Sampling.of(config.temperature, config.top_k, config.top_p)
         self._options = LoopOptions(model.config, model.mesh, config.block_cache, implementation, plan)
 
-        started = time.perf_counter()
-        place = self._place
-        kv, last_hidden = self._prefill(tokens, whole, capacity, chunk, end - block)
-        self.kv_bytes = kv.nbytes
-        self._rows: Rows = first_canvas(
-            model.params,
-            kv,
-            last_hidden,
-            place(tokens),
-            place(whole),
-            place(self.prompt_length),
-            place(limit),
-            place(np.arange(batch) >= self.count),
-            place(_row_keys(config.seed, keys, batch)),
-            self._stops,
-            self._sampling,
-            options=self._options,
-        )
+        with self._prefilling:
+            place = self._place
+            kv, last_hidden = self._prefill(tokens, whole, capacity, chunk, end - block)
+            self.kv_bytes = kv.nbytes
+            self._rows: Rows = first_canvas(
+                model.params,
+                kv,
+                last_hidden,
+                place(tokens),
+                place(whole),
+                place(self.prompt_length),
+                place(limit),
+                place(np.arange(batch) >= self.count),
+                place(_row_keys(config.seed, keys, batch)),
+                self._stops,
+                self._sampling,
+                options=self._options,
+            )
+            self._fetch()
         self._emitted = self.prompt_length[: self.count].copy()
         self._indices = [0] * self.count
         self._reported = np.zeros(self.count, bool)
         self._decoders = [StreamDecoder(model.tokenizer) for _ in ids] if model.tokenizer_dir else None
-        self._fetch()
-        self._prefill_compile = self._clock.seconds
-        self.prefill_seconds = time.perf_counter() - started - self._prefill_compile
-        self.decode_seconds = 0.0
 
     def _prefill(
         self, tokens: np.ndarray, whole: np.ndarray, capacity: int, chunk: int, longest: int
@@ -300,17 +296,16 @@ class _Run:
 
     def advance(self, *, pause: bool) -> None:
         """Run the loop until a block of some row is finished (`pause`), or to the end."""
-        before, started = self._clock.seconds, time.perf_counter()
         how = (self.config.policy, self._sampling, self._stops)
-        if self._pipeline is None:
-            self._rows = run_blocks(self.model.params, self._rows, *how, np.bool_(pause), options=self._options)
-            self._fetch()
-        else:
+        with self._decoding:
+            if self._pipeline is None:
+                self._rows = run_blocks(self.model.params, self._rows, *how, np.bool_(pause), options=self._options)
+                self._fetch()
+                return
             while not self.finished:
                 self._next_block(self._pipeline, how)
                 if pause:
                     break
-        self.decode_seconds += time.perf_counter() - started - (self._clock.seconds - before)
 
     def _next_block(self, pipeline: Pipeline, how: Any) -> None:
         """Finish a block, begin the one after it, and read the first: the device does not wait for the reading."""
@@ -382,9 +377,9 @@ class _Run:
             recall_sum=float(measured[0]),
             mass_sum=float(measured[1]),
             measured=int(measured[2]),
-            prefill_seconds=self.prefill_seconds,
-            decode_seconds=self.decode_seconds,
-            compile_seconds=self._clock.seconds,
+            prefill_seconds=self._prefilling.seconds,
+            decode_seconds=self._decoding.seconds,
+            compile_seconds=self._prefilling.compile_seconds + self._decoding.compile_seconds,
             kv_bytes=self.kv_bytes,
             edited_tokens=int(host["edited"].sum()),
             offload=None if self._pipeline is None else self._pipeline.settle(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from typing import Any
 
 import jax
@@ -18,7 +20,8 @@ class OffloadStats:
       host_bytes, pool_bytes, dense_bytes, index_bytes: the cache in host memory; on the device both pools, the layers
         kept whole, and the quantised keys.
       fetched_bytes: K and V that crossed PCIe to fill pools; reused_bytes: what the pool before already held.
-      scan_seconds, scan_bytes: the CPU's scans, and the keys they read.
+      scan_seconds, scan_bytes: the CPU's scans, waiting for their programs to be compiled included, and the keys they
+        read.
       scan_exposed_seconds: of these, the time for which nothing was left to denoise.
       fetch_seconds, fetch_exposed_seconds: likewise of what crossed PCIe to fill pools, by the device's clock; 0 unless
         `Herald(measure=True)`. What is fetched in parts has no steps beside it, but the scan of the next part.
@@ -87,8 +90,10 @@ class Stats:
       exact_forwards: batch forwards that attended to everything in order to select (0 under the dense plan).
       recall_sum, mass_sum, measured: sums over layers, rows and sparse steps of the recall and the kept mass that
         `Mage(measure=True)` found, and how many were summed; see `recall` and `mass_kept`.
-      prefill_seconds, decode_seconds: wall time, compilation excluded.
-      compile_seconds: spent compiling during the call.
+      prefill_seconds, decode_seconds: wall time, less the time for which the calling thread itself compiled. Waiting
+        for what another thread compiles (HERALD's scans, the first time) is part of it.
+      compile_seconds: wall time for which the calling thread traced, lowered or compiled in prefill and decoding; what
+        other threads compile beside it is in no figure.
       kv_bytes: allocated KV cache, all devices together.
       edited_tokens: tokens rewritten after they were first revealed (0 but under `denoise.Editing`).
       offload: HERALD's counters; None under the other plans.
@@ -142,7 +147,7 @@ class Stats:
 
     def lines(self) -> list[str]:
         """The report that `--stats` prints."""
-        rate = self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else float("nan")
+        rate = self.new_tokens / self.decode_seconds if self.decode_seconds else float("nan")
         report = [
             f"rows                {self.rows}",
             f"prompt tokens       {self.prompt_tokens}",
@@ -167,27 +172,74 @@ class Stats:
         return report + (self.offload.lines() if self.offload is not None else [])
 
 
-class CompileClock:
-    """Seconds this process has spent compiling since the clock was made."""
+class Stopwatch:
+    """Adds up what its spans (`with stopwatch:`) took of their thread's time, compilation apart.
+
+    `seconds` is their wall time less the time for which the thread itself compiled, `compile_seconds` that time, which
+    lies within it. What other threads compile meanwhile takes none of it, but where this one waits for them. Each span
+    may be in another thread.
+    """
 
     def __init__(self) -> None:
-        self._start = _compile_seconds[0]
+        self._wall = self._compiled = 0
+        self._began = (0, 0)
+
+    def __enter__(self) -> Stopwatch:
+        now = time.perf_counter_ns()
+        self._began = now, _compiling.until(now)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter_ns()
+        self._wall += now - self._began[0]
+        self._compiled += _compiling.until(now) - self._began[1]
 
     @property
     def seconds(self) -> float:
-        return _compile_seconds[0] - self._start
+        return (self._wall - self._compiled) / 1e9
+
+    @property
+    def compile_seconds(self) -> float:
+        return self._compiled / 1e9
 
 
-_compile_seconds = [0.0]
+class _Compiling(threading.local):
+    """For how long this thread has compiled, in ns of `time.perf_counter_ns`.
+
+    JAX says when it begins and ends each part of it. Parts lie within others (a constant that is computed while a
+    program is traced is compiled there), so only the outermost count. JAX's own durations are of a clock that may be
+    set back.
+    """
+
+    total = 0
+    depth = 0
+    began = 0
+
+    def until(self, now: int) -> int:
+        return self.total + (now - self.began if self.depth else 0)
 
 
-def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
+_compiling = _Compiling()
+
+
+def _on_begin(event: str, value: float, **_: str | int) -> None:
     if event in _COMPILE_EVENTS:
-        _compile_seconds[0] += duration_secs
+        if not _compiling.depth:
+            _compiling.began = time.perf_counter_ns()
+        _compiling.depth += 1
 
 
-# Tracing, lowering and XLA itself; all three are paid once per shape.
+def _on_end(event: str, duration_secs: float, **_: str | int) -> None:
+    if event in _COMPILE_EVENTS and _compiling.depth:
+        _compiling.depth -= 1
+        if not _compiling.depth:
+            _compiling.total += time.perf_counter_ns() - _compiling.began
+
+
+# Tracing, lowering and XLA itself; all three are paid once per shape. Of each, JAX tells the time when it begins as a
+# "scalar", in the thread that compiles, and the duration when it ends.
 _COMPILE_EVENTS = frozenset(
     f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
 )
-jax.monitoring.register_event_duration_secs_listener(_on_duration)
+jax.monitoring.register_scalar_listener(_on_begin)
+jax.monitoring.register_event_duration_secs_listener(_on_end)
