@@ -2,9 +2,9 @@
 
 The host side of the pipeline is `herald.py`. A block is three programs: `draft` runs the steps up to the draft and the
 draft itself, one forward over [the block, its masks guessed | an all-masked next block], whose queries select;
-`denoise` runs steps while the selection is awaited; `finish` turns the scores into the next pool while it runs the
-block's last steps, and `fill` some layers' scores when there are no more steps. Everything is donated; nothing but the
-selected rows that the current pool lacks crosses PCIe.
+`denoise` runs steps while the selection is awaited; `finish` turns the scores into the next pool (`pool_fill.py`) while
+it runs the block's last steps, and `fill` some layers' scores when there are no more steps. Everything is donated;
+nothing but the selected rows that the current pool lacks crosses PCIe.
 
 On a GPU each program is one CUDA graph with its loop in it, so that the host has launched all of a block long before
 the device is done with it (`_ONE_GRAPH`).
@@ -21,18 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import select
+from herald_jax import pool_fill, select
 from herald_jax.block_loop import step
 from herald_jax.cache import CACHE_SPEC, DeviceKV
 from herald_jax.denoise import Policy, Sampling
-from herald_jax.host_kv import HostKV, on_gpu
+from herald_jax.host_kv import HostKV
 from herald_jax.loop_state import LoopOptions, Rows, placed_rows
 from herald_jax.model import Params, bind
-from herald_jax.plans import Herald
+from herald_jax.pool_fill import Held, Moved, herald_plan
 from herald_jax.pooled import PooledAttend, PooledKV, draft_positions, note_drafts
-from pallas_kernels import dispatch, gather_rows
-from pallas_kernels.clock import device_time
-from pallas_kernels.layers import FETCHING, gather_layers
+from pallas_kernels.layers import FETCHING
 
 # How XLA is to compile a program with a loop of steps: all of it as one CUDA graph, the loop included. Left to itself
 # it makes a graph of the loop's body only: the host launches that anew for each step when it has seen that there is
@@ -42,43 +40,6 @@ _ONE_GRAPH: dict[str, Any] = {
 }
 # And with what does not wait for each other side by side in it: XLA's own order puts a fetch before the loop.
 _SIDE_BY_SIDE: dict[str, Any] = _ONE_GRAPH | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-
-_INDICES = P(None, "data", "model", None)
-_NEVER = jnp.iinfo(jnp.int32).max
-
-
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """What a pool holds.
-
-    Attributes:
-      indices: i32[Ls, B, K, P], positions of its selected entries, ascending, -1 padded.
-      resident: i32[B], first position of the resident block behind them; a value no position reaches if there is none.
-    """
-
-    indices: jax.Array
-    resident: jax.Array
-
-
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """What filling a pool, or some of its layers, took.
-
-    Attributes:
-      rows: i32[2, B], rows of K and V fetched from the host, and copied from the current pool.
-      times: u32[3, 2], the device's clock (`device_time`) when the fetch could begin, when it had ended, and when the
-        steps beside it had, or no earlier than it began where there are none. None unless the plan measures.
-    """
-
-    rows: jax.Array
-    times: jax.Array | None
-
-
-def _plan(options: LoopOptions) -> Herald:
-    assert isinstance(options.plan, Herald)
-    return options.plan
 
 
 def _pooled(rows: Rows) -> PooledKV:
@@ -129,7 +90,7 @@ def _inside(rows: Rows) -> jax.Array:
 def _begun(rows: Rows, options: LoopOptions, first: jax.Array) -> Rows:
     """The rows at a block's start, if it is one."""
     cache = _pooled(rows)
-    sparse = first & ~rows.done & (select.budget_of(_plan(options), rows.length) < rows.length)
+    sparse = first & ~rows.done & (select.budget_of(herald_plan(options), rows.length) < rows.length)
     cache = dataclasses.replace(cache, committed=cache.committed & ~first, drafted=cache.drafted & ~first)
     return dataclasses.replace(rows, cache=cache, sparse_blocks=rows.sparse_blocks + sparse)
 
@@ -197,7 +158,7 @@ def ask(params: Params, rows: Rows, *, options: LoopOptions) -> tuple[Rows, jax.
 
 def _asked(params: Params, rows: Rows, options: LoopOptions) -> tuple[Rows, jax.Array, jax.Array]:
     """The draft's forward, and what `draft` returns."""
-    plan, contract = _plan(options), options.config.diffusion
+    plan, contract = herald_plan(options), options.config.diffusion
     cache = _pooled(rows)
     batch, block = rows.canvas.shape
     ahead = cache.committed  # these rows' canvas is already the next block's
@@ -248,7 +209,7 @@ def finish(
     Returns:
       The rows, the pool, its indices, and what was moved.
     """
-    choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
+    choose, fetch = pool_fill.moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(
         _pooled(rows).pool, spare, importance, prefix, held, _pooled(rows).counts, jnp.int32(0)
     )
@@ -256,107 +217,21 @@ def finish(
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
     rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
-    begun, far = _begin(options, far)
-    if runs_apart(host, options):
-        fetch = _on_second_stream(fetch)
+    begun, far = pool_fill.begin_fetch(options, far)
+    if pool_fill.runs_apart(host, options):
+        fetch = pool_fill.on_second_stream(fetch)
         options = dataclasses.replace(options, spared=FETCHING)
     spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))
-    if _plan(options).measure:
+    if herald_plan(options).measure:
         # In the program's text the fetch is waited for behind the steps, as without this. The graph goes by what needs
         # what, and reads the clock when the fetch has ended.
         rows, spare = jax.lax.optimization_barrier((rows, spare))
-    moved = _moved(moved, begun, _clock(options, spare.k, spare.v), _clock(options, rows.step))
+    moved = pool_fill.moved_by(
+        moved, begun, pool_fill.clock(options, spare.k, spare.v), pool_fill.clock(options, rows.step)
+    )
     return placed_rows(rows, options.mesh), spare, indices, moved
-
-
-def _clock(options: LoopOptions, *after: jax.Array) -> jax.Array | None:
-    """The device's clock when `after` had been computed, u32[2], if the plan measures."""
-    if not _plan(options).measure:
-        return None
-    # One number of each stands for all of it.
-    first = jnp.stack([x[(0,) * x.ndim].astype(jnp.float32) for x in after])
-    return device_time(first, implementation=options.implementation)
-
-
-def _begin(options: LoopOptions, far: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """The device's clock before a fetch of `far`, if the plan measures, and `far`, which is not there before that."""
-    begun = _clock(options, far)
-    # Never so for centuries. But XLA does not know, and the fetch needs the answer.
-    return begun, far if begun is None else jnp.where(begun[1] == jnp.uint32(2**32 - 1), -1, far)
-
-
-def _moved(rows: jax.Array, *times: jax.Array | None) -> Moved:
-    read = [x for x in times if x is not None]
-    return Moved(rows, jnp.stack(read) if read else None)
-
-
-def _moves(
-    host: HostKV, count: int, every: int, options: LoopOptions
-) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-    """How `count` of `every` layers' entries are chosen and copied from the current pool, and the others fetched.
-
-    `host` has these layers only. What was chosen comes for every layer, what is to be fetched for these.
-    """
-    plan = _plan(options)
-
-    def choose(
-        pool: DeviceKV, spare: DeviceKV, importance: Any, prefix: jax.Array, held: Held, counts: Any, first: jax.Array
-    ) -> Any:
-        def put(x: jax.Array, new: jax.Array) -> jax.Array:
-            """`x` `[Ls, ...]` with these layers anew."""
-            return new if count == every else jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
-
-        wanted = select.budget_of(plan, prefix)
-        capacity = held.indices.shape[-1]
-        # By page all layers in one launch: by itself one has too few heads to fill the device. Entry by entry their
-        # scores are too large to be joined.
-        scores = [jnp.stack(importance)] if select.scored_page(plan) > 1 else [x[None] for x in importance]
-        there = held
-        if count < every:
-            there = Held(jax.lax.dynamic_slice_in_dim(held.indices, first, count), held.resident)
-        favours: list[jax.Array | None] = [None] * len(scores)
-        if plan.bonus:
-            kept = [Held(x, held.resident) for x in jnp.split(there.indices, len(scores))]
-            pages = -(-scores[0].shape[-1] * select.scored_page(plan) // plan.page)
-            favours = [1 + plan.bonus * held_shares(x, counts, prefix, plan.page, pages) for x in kept]
-        chosen = [
-            select.pick_scored(plan, x, wanted, prefix, capacity, options.implementation, favour)
-            for x, favour in zip(scores, favours, strict=True)
-        ]
-        indices = jnp.concatenate(chosen)
-        near = held_slots(indices, there, counts) if plan.reuse else jnp.full_like(indices, -1)
-        far = jnp.where(near >= 0, -1, indices)
-        moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
-        if plan.reuse:
-            # Of the other layers nothing is copied: whole pools, for a part of one would be a copy.
-            near = put(jnp.full_like(held.indices, -1), near)
-            filled = gather_rows(pool.k, pool.v, near, spare.k, spare.v, implementation=options.implementation)
-            spare = DeviceKV(*filled)
-        if options.mesh is not None:
-            moved = jax.lax.psum(moved, "model")
-        return spare, put(held.indices, indices), far, moved
-
-    apart = runs_apart(host, options)
-
-    def fetch(spare: jax.Array, far: jax.Array, layers: tuple[jax.Array, ...], *first: jax.Array) -> jax.Array:
-        how = "mosaic_gpu" if apart else options.implementation
-        return gather_layers(layers, far, spare, *first, implementation=how)
-
-    if options.mesh is not None:
-        both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
-        score = tuple(P("data", "model", None) for _ in range(count))
-        what = Held(_INDICES, P("data"))  # type: ignore[arg-type]
-        layers = tuple(CACHE_SPEC for _ in host.k)
-        mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
-        choose = mapped(
-            choose, in_specs=(both, both, score, P("data"), what, P("data"), P()),
-            out_specs=(both, _INDICES, _INDICES, P(None, "data")),
-        )  # fmt: skip
-        where = () if count == every else (P(),)
-        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers, *where), out_specs=CACHE_SPEC)
-    return choose, fetch
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="spare")
@@ -384,67 +259,12 @@ def fill(
     Returns:
       The pool, `held.indices` with those that these layers are filled with, and what was moved.
     """
-    choose, fetch = _moves(host, len(importance), held.indices.shape[0], options)
+    choose, fetch = pool_fill.moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
     where = () if len(importance) == held.indices.shape[0] else (first,)
-    begun, far = _begin(options, far)
+    begun, far = pool_fill.begin_fetch(options, far)
     spare = DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where))
-    return spare, indices, _moved(moved, begun, _clock(options, spare.k, spare.v), begun)
-
-
-def runs_apart(host: HostKV, options: LoopOptions) -> bool:
-    """Whether the fetch can have a stream of its own: on a GPU, as a single kernel with a single result.
-
-    What XLA 0.11 makes of more: a call inside has no stream and is refused; the parts of a tuple result become calls of
-    their own, for which the first is waited for at once, and nothing overlaps.
-    """
-    if not on_gpu(options.mesh) or options.implementation == "xla" or not host.k:
-        return False
-    return dispatch.gather_rows_missing(host.k[0]) is None
-
-
-def _on_second_stream(fetch: Callable[..., Any]) -> Callable[..., Any]:
-    from jax.experimental import compute_on as experimental  # as of JAX 0.11, which GPUs need, a function of functions
-
-    compute_on: Any = experimental.compute_on
-    return compute_on(fetch, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
-
-
-def held_slots(indices: jax.Array, held: Held, counts: jax.Array) -> jax.Array:
-    """Where in the current pool each entry of `indices` i32[Ls, B, K, P] lies, or -1.
-
-    `counts` i32[B] are the pool's entries, the resident block's included: that is M long and lies behind the others.
-    """
-    there = jnp.where(held.indices < 0, _NEVER, held.indices)
-    find = functools.partial(jnp.searchsorted, method="scan_unrolled")
-    for _ in range(3):
-        find = jax.vmap(find)
-    slot = find(there, indices).astype(jnp.int32)
-    last = there.shape[-1] - 1
-    match = jnp.take_along_axis(there, jnp.minimum(slot, last), axis=-1) == indices
-    selected = jnp.sum(held.indices >= 0, axis=-1, dtype=jnp.int32)[..., None]
-    first = held.resident.reshape(1, -1, 1, 1)
-    behind = indices - first  # negative for every entry where there is no resident block
-    resident = (behind >= 0) & (behind < counts.reshape(1, -1, 1, 1) - selected)
-    near = jnp.where(match, slot, jnp.where(resident, selected + behind, -1))
-    return jnp.where(indices >= 0, near, -1)
-
-
-def held_shares(held: Held, counts: jax.Array, prefix: jax.Array, size: int, pages: int) -> jax.Array:
-    """How much of each of `pages` pages of `size` entries the current pool holds, f32[Ls, B, K, pages] in [0, 1].
-
-    Of what lies below `prefix` i32[B] in it. `counts` as in `held_slots`.
-    """
-    leading, lists = held.indices.shape[:3], held.indices.reshape(-1, held.indices.shape[-1])
-    # One scatter into flat counters: with an index for each axis XLA would write all of them out.
-    page = jnp.where(lists < 0, pages, lists // size)
-    at = jnp.where(page < pages, jnp.arange(len(lists), dtype=jnp.int32)[:, None] * pages + page, len(lists) * pages)
-    held_here = jnp.zeros(len(lists) * pages, jnp.int32).at[at].add(1, mode="drop").reshape(*leading, pages)
-    selected = jnp.sum(held.indices >= 0, axis=-1, dtype=jnp.int32)[..., None]
-    begin = jnp.arange(pages, dtype=jnp.int32).reshape(1, 1, 1, -1) * size
-    ahead = begin - held.resident.reshape(1, -1, 1, 1)  # of the resident block
-    resident = jnp.minimum(ahead + size, counts.reshape(1, -1, 1, 1) - selected) - jnp.maximum(ahead, 0)
-    return select.page_means((held_here + jnp.maximum(resident, 0)).astype(jnp.float32), size, prefix)
+    return spare, indices, pool_fill.moved_by(moved, begun, pool_fill.clock(options, spare.k, spare.v), begun)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames=("spare", "guess"))
@@ -456,7 +276,7 @@ def turn(
 
     Returns the pool, its counts i32[B], what it holds, and empty guesses.
     """
-    counts = select.budget_of(_plan(options), prefix)
+    counts = select.budget_of(herald_plan(options), prefix)
 
     def local(spare: DeviceKV, outbox: DeviceKV, counts: jax.Array) -> DeviceKV:
         def put(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -474,5 +294,5 @@ def turn(
         )
     block = outbox.k.shape[3]
     spare = local(spare, outbox, counts)
-    resident = jnp.where(committed, prefix, _NEVER)
+    resident = jnp.where(committed, prefix, pool_fill.NO_RESIDENT)
     return spare, counts + block * committed, Held(held.indices, resident), jnp.zeros_like(guess)

@@ -24,6 +24,7 @@ from herald_jax import (
     generate,
     host_kv,
     offload,
+    pool_fill,
     select,
 )
 from herald_jax.cache import DeviceKV
@@ -194,7 +195,7 @@ def test_what_the_pool_holds_is_kept_as_numpy_keeps_it(page: int) -> None:
     capacity = select.selected_capacity(plan, 4096)
 
     def choose(sums: jax.Array, indices: jax.Array, resident: jax.Array, counts: jax.Array, prefix: jax.Array) -> Any:
-        favour = 1 + plan.bonus * offload.held_shares(offload.Held(indices, resident), counts, prefix, page, pages)
+        favour = 1 + plan.bonus * pool_fill.held_shares(pool_fill.Held(indices, resident), counts, prefix, page, pages)
         return select.pick_scored(plan, sums, select.budget_of(plan, prefix), prefix, capacity, None, favour)
 
     numbers = (jnp.asarray(x, jnp.int32) for x in (resident, counts, prefix))

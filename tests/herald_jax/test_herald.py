@@ -28,6 +28,7 @@ from herald_jax import (
     host_select,
     offload,
     plans,
+    pool_fill,
 )
 from herald_jax.generate import _Run
 from herald_jax.pooled import PooledKV
@@ -217,7 +218,7 @@ def test_what_the_pool_holds_is_kept_if_it_is_nearly_as_good(monkeypatch):
         ]
         assert first[0] == first[1]
     # Without a bonus nothing of it is traced.
-    monkeypatch.setattr(offload, "held_shares", None)
+    monkeypatch.setattr(pool_fill, "held_shares", None)
     assert generated(dataclasses.replace(plain, min_budget=3, keep_bonus=0)).stats.offload.fetched_bytes > 0
 
 
@@ -236,9 +237,9 @@ def test_shares_held_are_of_selected_and_resident_entries():
         for page in range(-(-int(prefix[row]) // size)):
             whole = range(page * size, min((page + 1) * size, int(prefix[row])))
             wanted[layer, row, head, page] = np.mean([i in block or i in entries for i in whole])
-    held = offload.Held(*(jnp.asarray(x, jnp.int32) for x in (indices, resident)))
+    held = pool_fill.Held(*(jnp.asarray(x, jnp.int32) for x in (indices, resident)))
     arguments = [jnp.asarray(x, jnp.int32) for x in (counts, prefix)]
-    got = jax.jit(offload.held_shares, static_argnums=(3, 4))(held, *arguments, size, pages)
+    got = jax.jit(pool_fill.held_shares, static_argnums=(3, 4))(held, *arguments, size, pages)
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-6)
 
 
