@@ -1,10 +1,7 @@
 """`herald-finetune`: go on training a converted checkpoint, plainly or for MAGE's sparse attention.
 
-Plain: the block-diffusion objective of `objective.py`. For MAGE (`--plan mage`): cross-entropy of the sparse pass plus
-lambda times KL(sparse || exact), as in arXiv 2602.14209. The entries that the sparse pass may see are chosen by an
-exact pass over the same noisy blocks, which takes no gradient and is also the teacher; the clean sequence is run once
-for both. `--lora` trains low-rank additions only. A run continues from its own state (`OUTPUT.state`) and then follows
-the same trajectory.
+The loss, a step and the loop of steps are `finetune_step.py`. `--lora` trains low-rank additions only. A run continues
+from its own state (`OUTPUT.state`) and then follows the same trajectory.
 """
 
 from __future__ import annotations
@@ -14,195 +11,32 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from herald_jax import cli_arguments, joined_layers, lora, sharding, tasks, training
 from herald_jax.checkpoint import check_destination, load_checkpoint, save_checkpoint
 from herald_jax.config import GenerateConfig, ModelConfig
-from herald_jax.errors import ConfigError, GenerationError, HeraldError
-from herald_jax.generate import check_request
-from herald_jax.model import Params, flatten, param_specs, unflatten
-from herald_jax.objective import TrainBatch, check_family, corrupt, noisy_hidden, token_loss
-from herald_jax.plans import Dense, Mage, Plan
+from herald_jax.errors import GenerationError, HeraldError
+from herald_jax.finetune_step import LossOptions, make_finetune_step, train
+from herald_jax.model import flatten, param_specs, unflatten
+from herald_jax.objective import check_family
+from herald_jax.plans import Dense
 from herald_jax.publish import whole_file
+from herald_jax.request import check_request
 from herald_jax.text import load_tokenizer
-from herald_jax.train_attention import CLEAN_CHUNK, Mode, TrainAttend
+from herald_jax.train_attention import CLEAN_CHUNK
 from herald_jax.train_data import Source, TaskRows, TextRows, Turns
 
 # Flags with which a run may go on: the trajectory is the same with others, but for the rate's, which follows --steps.
 _NO_MATTER = {"output", "steps", "save_every", "devices", "attention", "no_remat", "curve", "force"}
 # Steps of each length among which one must have something to learn.
 _LOOKS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOptions:
-    """What is trained on.
-
-    Attributes:
-      plan: `Dense()` for the plain objective, `Mage(...)` for MAGE's.
-      kl: lambda, the weight of KL(sparse || exact); MAGE only.
-      exact: the weight of the exact pass's own cross-entropy (ours; the paper has none); MAGE only.
-      canvas: which state of a block chooses what it may see: "noisy", the one that is learned from, as in the paper, or
-        "first", wholly masked as when generation begins it (ours); MAGE only.
-      lora_alpha: scale of the adapters, when adapters are what is trained.
-      remat: recompute layers in the backward pass.
-      implementation: of attention, None or "cudnn" (`train_attention.masked_attention`).
-    """
-
-    plan: Plan = dataclasses.field(default_factory=Dense)
-    kl: float = 1.0
-    exact: float = 0.0
-    canvas: Literal["noisy", "first"] = "noisy"
-    lora_alpha: float = 32.0
-    remat: bool = True
-    implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.kl >= 0:
-            raise ConfigError(f"the weight of KL is {self.kl!r}, but must be 0 or positive")
-        if not self.exact >= 0:
-            raise ConfigError(f"the weight of the exact pass is {self.exact!r}, but must be 0 or positive")
-        if not isinstance(self.plan, (Dense, Mage)):
-            raise ConfigError(f"there is no training objective for plan {self.plan!r}; use Dense() or Mage(...)")
-        if isinstance(self.plan, Mage):
-            found = (self.plan.selector, self.plan.allocate, self.plan.select_every)
-            if found != ("mage", "uniform", 1):
-                raise ConfigError("training for MAGE goes with selector 'mage', allocate 'uniform' and select_every 1")
-            if self.plan.rest == "keep":
-                # The passes that are compared are of one step, and there the rest makes up for all that is left out.
-                raise ConfigError("training for MAGE goes with rest 'drop': with 'keep' its two passes are the same")
-
-
-def block_loss(
-    config: ModelConfig,
-    params: Params,
-    batch: TrainBatch,
-    options: LossOptions,
-    adapters: lora.Adapters | None = None,
-    one_document: bool = True,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of one batch, and its parts: "ce", "kl", "accuracy" (of the holes); with `options.exact`, "exact_ce"."""
-    dtype = jnp.dtype(config.dtype)
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    head = params["embed"]["embedding"] if config.tie_word_embeddings else params["head"]["kernel"]
-    more: dict[str, Any] = {"adapters": adapters, "alpha": options.lora_alpha, "remat": options.remat}
-
-    def states(batch: TrainBatch, **attending: Any) -> jax.Array:
-        attend = TrainAttend(
-            batch.first, batch.at, batch.masked, batch.every_block, one_document=one_document,
-            implementation=options.implementation, **attending,
-        )  # fmt: skip
-        return noisy_hidden(config, params, batch, attend, **more)[0]
-
-    teacher = None
-    if not isinstance(options.plan, Mage):
-        found = token_loss(config, head, states(batch), batch)
-    else:
-        # All passes in one, beside one clean sequence. What is held takes no gradient: nothing of the sparse part is
-        # computed from the others but which entries are chosen, and the teacher's predictions are held below.
-        modes: tuple[Mode, ...] = ("select", "sparse")
-        canvases = [batch.masked, batch.masked]
-        if options.canvas == "first":
-            assert batch.maskable is not None  # `corrupt` says it
-            modes, canvases = ("select", "exact", "sparse"), [batch.maskable, *canvases]
-        held = tuple(range(len(modes) - 1))
-        several = dataclasses.replace(
-            batch, masked=jnp.concatenate(canvases, axis=1), at=jnp.tile(batch.at, (1, len(modes))), maskable=None
-        )
-        hidden = states(several, plan=options.plan, mode=modes, held=held[:-1] if options.exact else held)
-        *_, exact, sparse = jnp.split(hidden, len(modes), axis=1)
-        found = token_loss(config, head, sparse, batch, jax.lax.stop_gradient(exact))
-        teacher = token_loss(config, head, exact, batch) if options.exact else None
-    ce, kl = found.mean(), found.mean_divergence()
-    total = jnp.maximum(jnp.sum(found.weight), 1e-6)
-    accuracy = jnp.sum(found.hit * found.weight) / total
-    loss, parts = ce + options.kl * kl, {"ce": ce, "kl": kl, "accuracy": accuracy}
-    if teacher is not None:
-        parts["exact_ce"] = teacher.mean()
-        loss += options.exact * parts["exact_ce"]
-    return loss, parts
-
-
-def make_finetune_step(
-    config: ModelConfig,
-    optimizer: training.Optimizer,
-    options: LossOptions,
-    *,
-    frozen: Params | None = None,
-    complementary: bool = True,
-    full: float = 0.0,
-    seed: int = 0,
-) -> Callable[..., tuple[training.TrainState, Any]]:
-    """`step(state, rows, rate)`: noise the rows by (seed, state.step), take the loss, update.
-
-    `rows` is a dict of "tokens", "maskable" and "at". With `frozen`, the state's tree is LoRA adapters for them; best
-    with joined layers (`joined_layers.join`), or each step joins a copy. They are an argument of the compiled program,
-    not constants in it.
-    """
-
-    def advance(
-        frozen: Params | None, state: training.TrainState, rows: dict[str, jax.Array], rate: Any
-    ) -> tuple[training.TrainState, Any]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        batch = corrupt(
-            key, rows["tokens"], config.diffusion, maskable=rows["maskable"], at=rows["at"],
-            complementary=complementary, full=full,
-        )  # fmt: skip
-
-        def loss(trained: Any, batch: TrainBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-            if frozen is None:
-                return block_loss(config, trained, batch, options)
-            return block_loss(config, frozen, batch, options, adapters=trained)
-
-        return training.make_step(loss, optimizer)(state, batch, rate)
-
-    compiled = jax.jit(advance, donate_argnums=(1,))
-    return lambda state, rows, rate: compiled(frozen, state, rows, rate)
-
-
-def train(
-    step: Callable[..., tuple[training.TrainState, Any]],
-    state: training.TrainState,
-    source: Source,
-    *,
-    steps: int,
-    rate: Callable[[int], float],
-    mesh: Mesh | None = None,
-    directory: Path | None = None,
-    save_every: int = 100,
-) -> tuple[training.TrainState, list[tuple[int, float]]]:
-    """Run to step number `steps`, from wherever `state` is; saves under `directory` every so often and at the end.
-
-    Returns the state and the learning curve [(step, loss), ...]. The source is asked for each step by its number, so
-    that a resumed run goes on as if it had never stopped.
-    """
-    begin = int(state.step)
-    first = source.rows(begin)
-    progress = training.Progress(steps, start=begin, tokens_per_step=first.tokens.size)
-    waiting: tuple[int, Any] | None = None
-    try:
-        for number in range(begin, steps):
-            rows = source.rows(number)
-            state, metrics = step(state, training.place_batch(dataclasses.asdict(rows), mesh), np.float32(rate(number)))
-            # The loss is looked at one step late: reading it at once would stop the device from working ahead.
-            if waiting is not None:
-                progress.add(waiting[0], float(waiting[1]))
-            waiting = (number + 1, metrics["loss"])
-            if directory is not None and ((number + 1) % save_every == 0 or number + 1 == steps):
-                training.save_state(directory, state)
-        if waiting is not None:
-            progress.add(waiting[0], float(waiting[1]))
-    finally:
-        progress.close()
-    return state, progress.curve
 
 
 def memory_lines(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from herald_jax.finetune import LossOptions, block_loss
+from herald_jax.finetune_step import LossOptions, block_loss
 from herald_jax.model import flatten
 from herald_jax.objective import corrupt
 from herald_jax.plans import Mage

@@ -20,7 +20,7 @@ from herald_jax import joined_layers, lora, train_attention, training
 from herald_jax.cache import DeviceKV
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
-from herald_jax.finetune import LossOptions, block_loss
+from herald_jax.finetune_step import LossOptions, block_loss
 from herald_jax.mage import MageAttend, MageKV
 from herald_jax.mage_steps import finish_selection
 from herald_jax.model import bind, flatten

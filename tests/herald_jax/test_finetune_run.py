@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import finetune, lora, sharding, training
+from herald_jax import finetune, finetune_step, lora, sharding, training
 from herald_jax.checkpoint import save_checkpoint
 from herald_jax.config import ModelConfig
 from herald_jax.errors import CheckpointError, ConfigError, GenerationError
@@ -37,7 +37,7 @@ class Random:
 
 
 def run(steps: int, state: training.TrainState, step: Any, **options: Any) -> training.TrainState:
-    return finetune.train(step, state, Random(), steps=steps, rate=lambda n: 1e-2, **options)[0]
+    return finetune_step.train(step, state, Random(), steps=steps, rate=lambda n: 1e-2, **options)[0]
 
 
 def leaves(state: training.TrainState) -> dict[str, np.ndarray]:
@@ -46,7 +46,7 @@ def leaves(state: training.TrainState) -> dict[str, np.ndarray]:
 
 def test_resuming_and_spreading_change_nothing(tmp_path: Path) -> None:
     """Three steps at once; two, a restart, and one more; the same on four devices."""
-    make = finetune.make_finetune_step(CONFIG, OPTIMIZER, finetune.LossOptions(remat=False))
+    make = finetune_step.make_finetune_step(CONFIG, OPTIMIZER, finetune_step.LossOptions(remat=False))
     start = training.master(tiny.params(CONFIG))
     whole = leaves(run(3, training.init_state(start, OPTIMIZER), make))
     assert any((whole[p] != np.asarray(leaf)).any() for p, leaf in flatten(start).items())
