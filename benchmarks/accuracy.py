@@ -55,7 +55,7 @@ from benchmarks.accuracy_rows import (
     shares,
     threshold_rows,
 )
-from herald_jax import eval_report, evaluate
+from herald_jax import eval_report, eval_sets, evaluate
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import StaticLowConfidence, Threshold
 from herald_jax.eval_report import describe
@@ -261,7 +261,7 @@ def run_rounds(
     many samples of each task and length it rests on.
     """
     model = herald_jax.load(checkpoint)
-    tokens = evaluate.token_counter(model)
+    tokens = eval_sets.token_counter(model)
     config = GenerateConfig(max_new_tokens=ANSWER_TOKENS, room=max(lengths), policy=policy)
     size = options.batch_size
     parts = [
@@ -271,9 +271,9 @@ def run_rounds(
         for i in range(times)
     ]
 
-    def make(_: int, first: int, length: int, task: str) -> evaluate.EvalSet:
+    def make(_: int, first: int, length: int, task: str) -> eval_sets.EvalSet:
         count = min(size, options.samples * (often or {}).get(task, 1) - first)
-        return evaluate.task_set(
+        return eval_sets.task_set(
             model, task, length, count, seed=0, haystack=None, chat=chat, first=first, tokens=tokens
         )
 
@@ -286,7 +286,7 @@ def run_rounds(
 
     done = 0
     begun = time.monotonic()
-    first_sets: list[evaluate.EvalSet] = []
+    first_sets: list[eval_sets.EvalSet] = []
     try:
         with ThreadPoolExecutor(1) as ahead:  # makes the next part's prompts while this one is answered
             waiting = ahead.submit(make, *parts[0])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import herald_jax
-from herald_jax import eval_report, evaluate, replay
+from herald_jax import eval_report, eval_sets, evaluate, replay
 from herald_jax.checkpoint import save_checkpoint
 from herald_jax.config import GenerateConfig
 from herald_jax.denoise import StaticLowConfidence, Threshold
@@ -183,9 +183,9 @@ def test_a_model_that_fails_is_reported(source: Path, tmp_path: Path, capsys: py
 def test_plans_side_by_side(source: Path, first: Path, tmp_path: Path) -> None:
     """From one prefill, in threads: the answers are the same, and so they are in caches that have more room."""
     model = herald_jax.load(source)
-    tokens = evaluate.token_counter(model)
+    tokens = eval_sets.token_counter(model)
     sets = [
-        evaluate.task_set(model, task, 500, 3, seed=0, haystack=None, chat=False, tokens=tokens)
+        eval_sets.task_set(model, task, 500, 3, seed=0, haystack=None, chat=False, tokens=tokens)
         for task in ("single_needle", "fact_qa")
     ]
     plans = [Dense(), *(Mage(budget, min_budget=1, dense_layers=0, measure=True) for budget in (0.05, 1.0))]
@@ -197,7 +197,7 @@ def test_plans_side_by_side(source: Path, first: Path, tmp_path: Path) -> None:
         return {(r["plan"], r["set"], r["index"]): r["answer"] for r in found if "index" in r}
 
     assert answers(tmp_path) == answers(first)
-    later = evaluate.task_set(model, "fact_qa", 500, 2, seed=0, haystack=None, chat=False, first=1)
+    later = eval_sets.task_set(model, "fact_qa", 500, 2, seed=0, haystack=None, chat=False, first=1)
     shared, roomy = SharedPrefill(), dataclasses.replace(config, room=900)
     for sample in later.samples[:1] * 2:
         [text] = herald_jax.generate(model, [sample.ids], roomy, shared=shared).texts or []
@@ -221,7 +221,7 @@ def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ]
     path.write_text("\n".join(map(json.dumps, records)))
     options = {"metric": None, "room": 64, "limit": None, "chat": False}
-    sets = evaluate.longbench_sets(path, model, template="{context} Q: {input} A:", **options)
+    sets = eval_sets.longbench_sets(path, model, template="{context} Q: {input} A:", **options)
     assert [(s.name, s.samples[0].metric) for s in sets] == [("qasper", "f1"), ("trec", "classification")]
     cut = sets[0].samples[0]
     assert len(cut.ids) == 1024 - 64
@@ -238,11 +238,11 @@ def test_longbench_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ):
         path.write_text(text)
         with pytest.raises(GenerationError, match=message):
-            evaluate.longbench_sets(path, model, template="{context}{input}", **options)
+            eval_sets.longbench_sets(path, model, template="{context}{input}", **options)
     path.write_text(json.dumps(records[0]))
     for template in ("{question}", "{", "{context.end}", "{context[a]}", "{}"):
         with pytest.raises(GenerationError, match="template is wrong"):
-            evaluate.longbench_sets(path, model, template=template, **options)
+            eval_sets.longbench_sets(path, model, template=template, **options)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import herald_jax
 from convert.converter import convert
-from herald_jax import GenerateConfig, Mage, demo, evaluate
+from herald_jax import GenerateConfig, Mage, demo, eval_sets
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +24,7 @@ def test_finds_needles(tmp_path: Path) -> None:
     """With 40 entries of some 400, per layer and head, at all steps but each block's first."""
     convert(demo.REFERENCE, tmp_path / "model")
     model = herald_jax.load(tmp_path / "model", dtype="float32")
-    needles = evaluate.task_set(model, "multi_key", 400, 4, seed=1, haystack=None, chat=False).samples
+    needles = eval_sets.task_set(model, "multi_key", 400, 4, seed=1, haystack=None, chat=False).samples
     plan = Mage(40, min_budget=0)
     result = herald_jax.generate(model, [needle.ids for needle in needles], GenerateConfig(max_new_tokens=16), plan)
     assert result.texts is not None
