@@ -273,9 +273,14 @@ def _with_index(config: ModelConfig, budget: float, rows: int, context: int, bit
     return weight_bytes(config) + pools + _INDEX_BYTES[bits] * numbers + _WORKING
 
 
-def plan_of(budget: float, selector: Literal["cpu", "index"] = "cpu", bits: Literal[8, 4] = 8) -> Herald:
-    """The plan that is measured: the default but for the draft, made as early as what follows needs it."""
-    return Herald(budget, draft_at="auto", selector=selector, index_bits=bits)
+def plan_of(
+    budget: float, selector: Literal["cpu", "index"] = "cpu", bits: Literal[8, 4] = 8, keep_bonus: float = 0.0
+) -> Herald:
+    """The plan that is measured: the default but for the draft, made as early as what follows needs it, and the bonus.
+
+    With random weights entries score nearly alike: with a bonus next to none of a pool would be fetched.
+    """
+    return Herald(budget, draft_at="auto", selector=selector, index_bits=bits, keep_bonus=keep_bonus)
 
 
 def drafted_after(config: ModelConfig, plan: Herald, rows: int, context: int, steps: int) -> int:

@@ -44,7 +44,7 @@ def revealed(prefix: jax.Array, policy: Policy, *, plan: Herald, config: ModelCo
     if plan.draft_at != "auto" or not isinstance(policy, (StaticLowConfidence, Sequential)):
         return jnp.full_like(prefix, latest)
     batch, layers = prefix.shape[0], config.num_layers - plan.dense_layers
-    vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize  # of one layer's K or V, a token
+    vector = _vector_bytes(config)
     scanned = {"index": 0.0, "split": 1 - plan.split}.get(plan.selector, 1.0) * float(batch * layers * vector)
     entries = select.budget_of(plan, prefix).astype(jnp.float32)
     fetched = 2.0 * batch * layers * vector * entries
@@ -62,13 +62,22 @@ def parts(prefix: np.ndarray, layers: int, policy: Policy, plan: Herald, config:
     One where the steps of a block are what takes long, and the fetch is hidden by some of them. More where the scan is
     clearly longer than both: a part is fetched while the next one is scanned, or the whole fetch would follow the scan.
     """
-    vector = config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    scan = layers * vector * float(prefix.sum()) / _SCAN_RATE
-    fetched = 2.0 * layers * vector * sum(plan.entries(int(n)) for n in prefix)
+    scan = layers * _vector_bytes(config) * float(prefix.sum()) / _SCAN_RATE
+    fetched = selected_bytes(prefix, layers, plan, config)
     steps = _steps(policy, config) * (_weight_bytes(config) + fetched) / _STEP_RATE
     if scan < _SCAN_BOUND * (steps + fetched / _FETCH_RATE):
         return 1
     return next(n for n in range(_PARTS, 0, -1) if layers % n == 0)
+
+
+def selected_bytes(prefix: np.ndarray, layers: int, plan: Herald, config: ModelConfig) -> float:
+    """Of the entries that `layers` layers' pools hold for rows of `prefix` i32[B] tokens: what is fetched at most."""
+    return 2.0 * layers * _vector_bytes(config) * sum(plan.entries(int(n)) for n in prefix)
+
+
+def _vector_bytes(config: ModelConfig) -> int:
+    """Of one layer's K or V of a token."""
+    return config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
 
 
 def _steps(policy: Policy, config: ModelConfig) -> int:
@@ -84,16 +93,17 @@ def _weight_bytes(config: ModelConfig) -> float:
     return float(sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in param_specs(config).values()))
 
 
-def left_for_transfers(pool_bytes: int, score_bytes: int, policy: Policy, config: ModelConfig) -> tuple[int, int]:
+def left_for_transfers(selected: float, score_bytes: int, policy: Policy, config: ModelConfig) -> tuple[int, int]:
     """How many of its block's masks the row that is furthest behind is to have left when two transfers begin.
 
-    First that of the CPU's scores to the device, then the fetch of a pool: as many as take the steps, over such a pool,
-    beside which both, or all of the pool, could be moved by the rates above. The block's commit is such a step, too. A
-    policy whose steps nobody knows beforehand is taken to reveal one position in each.
+    First that of the CPU's scores to the device, then the fetch of the selected entries, of `selected` bytes (and not
+    of a pool, which has room for the longest row): as many as take the steps, over such entries, beside which both, or
+    all entries, could be moved by the rates above. The block's commit is such a step, too. A policy whose steps nobody
+    knows beforehand is taken to reveal one position in each.
     """
     block = config.diffusion.block_length
-    step = (_weight_bytes(config) + pool_bytes) / _STEP_RATE
+    step = (_weight_bytes(config) + selected) / _STEP_RATE
     each = math.ceil(block / _steps(policy, config))
-    fetch, scores = (math.ceil(nbytes / _FETCH_RATE / step) for nbytes in (pool_bytes, score_bytes))
+    fetch, scores = (math.ceil(nbytes / _FETCH_RATE / step) for nbytes in (selected, score_bytes))
     left = each * max(fetch - 1, 0)
     return min(left + each * scores, block), min(left, block)

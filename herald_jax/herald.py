@@ -276,9 +276,10 @@ class Pipeline:
         scored = self._index_scores(queries, prefix)
         idle = _Idle()
         if len(parts) == 1:
-            moved = host_select.score_bytes(queries, self._host.k[layers])
-            pool = rows.cache.pool.nbytes
-            early, left = draft_moment.left_for_transfers(pool, moved, policy, self._options.config)
+            moved, config = host_select.score_bytes(queries, self._host.k[layers]), self._options.config
+            lengths = self._lengths + self.stats.blocks * config.diffusion.block_length
+            selected = draft_moment.selected_bytes(lengths, self._layers, self._plan, config)
+            early, left = draft_moment.left_for_transfers(selected, moved, policy, config)
             rows = self._denoise(rows, how, first=False, left=early)
             # A transfer waits for the programs that were launched before it: most of the scores have been sent before
             # these steps are launched, and arrive beside them.
@@ -385,7 +386,8 @@ class Pipeline:
             self.stats.fetched_bytes += int(fetched) * row_bytes
             self.stats.reused_bytes += int(reused) * row_bytes
             if moved.times is not None:
-                begun, ended, stepped = (low | high << 32 for low, high in np.asarray(moved.times).tolist())
+                halves = np.asarray(moved.times, np.uint64)
+                (begun, ended), (_, stepped) = (halves[..., 0] | halves[..., 1] << np.uint64(32)).tolist()
                 self.stats.fetch_seconds += (ended - begun) / 1e9
                 self.stats.fetch_exposed_seconds += max(ended - max(begun, stepped), 0) / 1e9
         self._moved = []

@@ -217,7 +217,7 @@ def finish(
     # One number of the result stands for all of it, so that the fetch need not come after the barrier too: XLA would
     # start it only behind the steps.
     rows, _ = jax.lax.optimization_barrier((rows, jax.tree.map(lambda x: x[0, 0, 0, 0, 0], spare)))
-    begun, far = pool_fill.begin_fetch(options, far)
+    watches, far = pool_fill.begin_fetch(options, far)
     if pool_fill.runs_apart(host, options):
         fetch = pool_fill.on_second_stream(fetch)
         options = dataclasses.replace(options, spared=FETCHING)
@@ -225,12 +225,10 @@ def finish(
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))
     if herald_plan(options).measure:
-        # In the program's text the fetch is waited for behind the steps, as without this. The graph goes by what needs
-        # what, and reads the clock when the fetch has ended.
+        # In the program's text the fetch is waited for behind the steps, as without this. The graph goes by what uses
+        # which memory, and stops the watch when the fetch has ended.
         rows, spare = jax.lax.optimization_barrier((rows, spare))
-    moved = pool_fill.moved_by(
-        moved, begun, pool_fill.clock(options, spare.k, spare.v), pool_fill.clock(options, rows.step)
-    )
+    moved = pool_fill.moved_by(options, moved, watches, spare, rows.step)
     return placed_rows(rows, options.mesh), spare, indices, moved
 
 
@@ -262,9 +260,9 @@ def fill(
     choose, fetch = pool_fill.moves(host, len(importance), held.indices.shape[0], options)
     spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
     where = () if len(importance) == held.indices.shape[0] else (first,)
-    begun, far = pool_fill.begin_fetch(options, far)
+    watches, far = pool_fill.begin_fetch(options, far)
     spare = DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where))
-    return spare, indices, pool_fill.moved_by(moved, begun, pool_fill.clock(options, spare.k, spare.v), begun)
+    return spare, indices, pool_fill.moved_by(options, moved, watches, spare)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames=("spare", "guess"))

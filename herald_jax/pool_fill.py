@@ -22,10 +22,12 @@ from herald_jax.host_kv import HostKV, on_gpu
 from herald_jax.loop_state import LoopOptions
 from herald_jax.plans import Herald
 from pallas_kernels import dispatch, gather_rows
-from pallas_kernels.clock import device_time
+from pallas_kernels.clock import start_clocks, stop_clock
 from pallas_kernels.layers import gather_layers
 
 NO_RESIDENT = jnp.iinfo(jnp.int32).max  # `Held.resident` where there is none
+
+Watches = tuple[jax.Array, jax.Array]  # of a fetch, and of the steps beside it: u32[2, 2] each
 
 _INDICES = P(None, "data", "model", None)
 
@@ -51,8 +53,8 @@ class Moved:
 
     Attributes:
       rows: i32[2, B], rows of K and V fetched from the host, and copied from the current pool.
-      times: u32[3, 2], the device's clock (`device_time`) when the fetch could begin, when it had ended, and when the
-        steps beside it had, or no earlier than it began where there are none. None unless the plan measures.
+      times: u32[2, 2, 2], two watches of the device's clock (`start_clocks`), stopped when the fetch had ended and when
+        the steps beside it had; where there are none, the second never was. None unless the plan measures.
     """
 
     rows: jax.Array
@@ -65,26 +67,26 @@ def herald_plan(options: LoopOptions) -> Herald:
     return options.plan
 
 
-def clock(options: LoopOptions, *after: jax.Array) -> jax.Array | None:
-    """The device's clock when `after` had been computed, u32[2], if the plan measures."""
+def begin_fetch(options: LoopOptions, far: jax.Array) -> tuple[Watches | None, jax.Array]:
+    """Start watches before a fetch of `far`, if the plan measures; and `far`, which is not there before they run."""
     if not herald_plan(options).measure:
-        return None
-    # One number of each stands for all of it.
-    first = jnp.stack([x[(0,) * x.ndim].astype(jnp.float32) for x in after])
-    return device_time(first, implementation=options.implementation)
-
-
-def begin_fetch(options: LoopOptions, far: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """The device's clock before a fetch of `far`, if the plan measures, and `far`, which is not there before that."""
-    begun = clock(options, far)
+        return None, far
+    fetching, stepping = start_clocks(2, far, implementation=options.implementation)
     # Never so for centuries. But XLA does not know, and the fetch needs the answer.
-    return begun, far if begun is None else jnp.where(begun[1] == jnp.uint32(2**32 - 1), -1, far)
+    return (fetching, stepping), jnp.where(fetching[0, 1] == jnp.uint32(2**32 - 1), -1, far)
 
 
-def moved_by(rows: jax.Array, *times: jax.Array | None) -> Moved:
-    """`Moved`, with those of `times` that have been read."""
-    read = [x for x in times if x is not None]
-    return Moved(rows, jnp.stack(read) if read else None)
+def moved_by(
+    options: LoopOptions, rows: jax.Array, watches: Watches | None, spare: DeviceKV, stepped: jax.Array | None = None
+) -> Moved:
+    """`Moved`, its watches stopped when `spare` has been fetched and when the steps beside it have led to `stepped`."""
+    if watches is None:
+        return Moved(rows, None)
+    fetching, stepping = watches
+    fetching = stop_clock(fetching, spare.k, spare.v, implementation=options.implementation)
+    if stepped is not None:
+        stepping = stop_clock(stepping, stepped, implementation=options.implementation)
+    return Moved(rows, jnp.stack([fetching, stepping]))
 
 
 def moves(

@@ -30,6 +30,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         cap=1.503,
         over_cap=2,
         measure=True,
+        keep_bonus=0.5,
         blocks=1,
         out=tmp_path,
     )
@@ -92,7 +93,7 @@ def test_a_case_that_the_host_may_not_hold_is_left_out(tmp_path, monkeypatch) ->
     monkeypatch.setattr(herald.host_kv, "available", lambda: 10**6)
     options = argparse.Namespace(
         shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", selectors="cpu", cap=1.5, over_cap=0,
-        measure=False, blocks=1, out=tmp_path,
+        measure=False, keep_bonus=0.0, blocks=1, out=tmp_path,
     )  # fmt: skip
     with pytest.raises(SystemExit, match=r"error: left out: 128 x 1024 tokens need .* GB of host memory, .* run this"):
         herald.main(options)

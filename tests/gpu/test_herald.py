@@ -29,6 +29,7 @@ from herald_jax import (
 )
 from herald_jax.cache import DeviceKV
 from herald_jax.generate import _Run
+from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
 from herald_jax.host_select import host_views
 from herald_jax.pooled import PooledKV
@@ -164,6 +165,28 @@ def test_a_measured_run_writes_the_same_and_knows_its_fetches(monkeypatch: pytes
     # PCIe's rate at most, and no fetch as long as all of the run.
     assert stats.fetched_bytes / 64e9 < stats.fetch_seconds < measured.stats.decode_seconds
     assert 0 <= stats.fetch_exposed_seconds <= stats.fetch_seconds
+
+
+def test_a_fetch_is_over_long_before_the_steps_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    settle = Pipeline.settle
+
+    def look(self: Pipeline) -> Any:
+        found.extend(np.asarray(moved.times, np.int64) for moved in self._moved)
+        return settle(self)
+
+    monkeypatch.setattr(Pipeline, "settle", look)
+    config = config_of()
+    request = dataclasses.replace(REQUEST, policy=StaticLowConfidence(32))
+    generate(
+        Model.from_params(config, tiny.params(config)), tiny.prompts(LENGTHS), request,
+        Herald(0.2, selector="index", measure=True),
+    )  # fmt: skip
+    assert len(found) > 2
+    for low, high in (np.moveaxis(times, -1, 0) for times in found[1:]):
+        (begun, ended), (also, stepped) = low + (high << 32)
+        assert begun == also
+        assert 0 < 2 * (ended - begun) < stepped - begun  # a few KB, beside 16 steps
 
 
 def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,23 @@ def test_the_last_steps_are_as_many_as_hide_the_transfers():
     assert left(20, 20) == (32, 32)
 
 
+def test_short_rows_do_not_wait_for_a_fetch_as_long_as_their_pool(monkeypatch):
+    asked = []
+    real = draft_moment.left_for_transfers
+
+    def left(selected, *rest):
+        asked.append(selected)
+        return real(selected, *rest)
+
+    monkeypatch.setattr(draft_moment, "left_for_transfers", left)
+    generated(SPARSE)
+    config = FORMS["sdar"]
+    token, block = config.kv_bytes_per_token, config.diffusion.block_length
+    assert len(asked) > 1
+    for i, selected in enumerate(asked):
+        assert selected == token * sum(SPARSE.entries(n // block * block + i * block) for n in LENGTHS)
+
+
 def test_a_scan_that_takes_longer_than_the_steps_is_fetched_in_parts(monkeypatch):
     def parts(thousands, rows, steps=32, name="sdar8b"):
         config, prefix = SHAPES[name], np.full((rows,), 1024 * thousands)
