@@ -177,16 +177,20 @@ def test_a_fetch_is_over_long_before_the_steps_beside_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Pipeline, "settle", look)
     config = config_of()
-    request = dataclasses.replace(REQUEST, policy=StaticLowConfidence(32))
+    request = dataclasses.replace(REQUEST, max_new_tokens=320, policy=StaticLowConfidence(32))
     generate(
         Model.from_params(config, tiny.params(config)), tiny.prompts(LENGTHS), request,
         Herald(0.2, selector="index", measure=True),
     )  # fmt: skip
-    assert len(found) > 2
-    for low, high in (np.moveaxis(times, -1, 0) for times in found[1:]):
+    took = []
+    for low, high in (np.moveaxis(times, -1, 0) for times in found):
         (begun, ended), (also, stepped) = low + (high << 32)
         assert begun == also
-        assert 0 < 2 * (ended - begun) < stepped - begun  # a few KB, beside 16 steps
+        assert begun < ended
+        took.append((int(ended - begun), int(stepped - begun)))
+    assert len(took) > 6
+    # A few KB, beside 16 steps. The first blocks may not be graphs yet: then both are waited for in turn.
+    assert all(2 * fetch < steps for fetch, steps in took[-3:]), took
 
 
 def test_a_run_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
