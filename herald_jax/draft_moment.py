@@ -28,6 +28,7 @@ _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on
 _LATENCY = 12e-3  # seconds until the CPU has the queries, the device the scores, and the next program is launched
 _SCAN_BOUND = 1.1  # how many times as long as a block's steps and the fetch a scan takes at least that is made in parts
 _PARTS = 12  # at most; the last one's fetch is what follows the scan, and each takes a program's start
+_LAUNCHES = 12e-3  # seconds in which the host launches what follows a block's last program, up to the next draft
 _STEPS_BESIDE = 3  # the block's commit is one more than its steps; the others to spare
 
 
@@ -98,12 +99,16 @@ def left_for_transfers(selected: float, score_bytes: int, policy: Policy, config
 
     First that of the CPU's scores to the device, then the fetch of the selected entries, of `selected` bytes (and not
     of a pool, which has room for the longest row): as many as take the steps, over such entries, beside which both, or
-    all entries, could be moved by the rates above. The block's commit is such a step, too. A policy whose steps nobody
-    knows beforehand is taken to reveal one position in each.
+    all entries, could be moved by the rates above. The block's commit is such a step, too. The fetch's are a program
+    that also hides the launches behind it: so no fewer than take those, as long as that is no more than a quarter of
+    the block. A policy whose steps nobody knows beforehand is taken to reveal one position in each.
     """
     block = config.diffusion.block_length
     step = (_weight_bytes(config) + selected) / _STEP_RATE
-    each = math.ceil(block / _steps(policy, config))
-    fetch, scores = (math.ceil(nbytes / _FETCH_RATE / step) for nbytes in (selected, score_bytes))
-    left = each * max(fetch - 1, 0)
+    steps = _steps(policy, config)
+    each = math.ceil(block / steps)
+    fetch, scores, launches = (
+        math.ceil(seconds / step) for seconds in (selected / _FETCH_RATE, score_bytes / _FETCH_RATE, _LAUNCHES)
+    )
+    left = each * max(fetch - 1, min(launches - 1, steps // 4), 0)
     return min(left + each * scores, block), min(left, block)
