@@ -7,10 +7,12 @@ Everything here is frozen, hashable and validated on construction, so that any i
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from herald_jax.errors import ConfigError, GenerationError
+from herald_jax.errors import ConfigError
+from herald_jax.fields import FLOAT32_MOST, MOST, ask, real, switch, whole
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -323,10 +325,6 @@ def _strict(cls: type, values: Any) -> Any:
     return cls(**values)
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _default_policy() -> Any:
     from herald_jax.denoise import Threshold
 
@@ -367,41 +365,39 @@ class GenerateConfig:
     room: int = 0
 
     def __post_init__(self) -> None:
-        from herald_jax.denoise import POLICIES
+        from herald_jax.denoise import POLICIES, of_numbers
 
-        checks = (
-            (
-                isinstance(self.max_new_tokens, int) and self.max_new_tokens > 0,
-                f"max_new_tokens is {self.max_new_tokens!r}, but must be a positive integer",
-            ),
-            (
-                isinstance(self.policy, POLICIES),
-                f"policy is {self.policy!r}, but must be one of {', '.join(p.__name__ for p in POLICIES)}",
-            ),
-            (
-                _number(self.temperature) and 0 <= self.temperature < float("inf"),
-                f"temperature is {self.temperature!r}, but must be 0 (greedy) or a positive number",
-            ),
-            (
-                isinstance(self.top_k, int) and self.top_k >= 0,
-                f"top_k is {self.top_k!r}, but must be 0 (off) or a positive integer",
-            ),
-            (_number(self.top_p) and 0 < self.top_p <= 1, f"top_p is {self.top_p!r}, but must be in (0, 1]"),
-            (
-                isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63,
-                f"seed is {self.seed!r}, but must be an integer of 64 bits",
-            ),
-            (
-                isinstance(self.prefill_chunk, int) and self.prefill_chunk > 0,
-                f"prefill_chunk is {self.prefill_chunk!r}, but must be a positive number of tokens",
-            ),
-            (
-                isinstance(self.room, int) and self.room >= 0,
-                f"room is {self.room!r}, but must be 0 (what is needed) or a positive number of tokens",
-            ),
+        policy = self.policy
+        ask(
+            isinstance(policy, POLICIES),
+            f"policy is {policy!r}, but must be one of {', '.join(p.__name__ for p in POLICIES)}",
         )
-        for ok, message in checks:
-            if not ok:
-                raise GenerationError(message)
-        if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "policy", of_numbers(policy))
+        for name, kind, least, most, expected in (
+            ("max_new_tokens", whole, 1, math.inf, "a positive integer"),
+            ("temperature", real, 0, FLOAT32_MOST, "0 (greedy) or a positive number that float32 holds"),
+            ("top_k", whole, 0, math.inf, "0 (off) or a positive integer"),
+            ("top_p", real, 0, 1, "in (0, 1]"),
+            ("seed", whole, -(2**63), 2**63 - 1, "an integer of 64 bits"),
+            ("ignore_stop", switch, False, True, "True or False"),
+            ("block_cache", switch, False, True, "True or False"),
+            ("prefill_chunk", whole, 1, math.inf, "a positive number of tokens"),
+            ("room", whole, 0, MOST, f"0 (what is needed) or a positive number of tokens, at most {MOST}"),
+        ):
+            value = getattr(self, name)
+            found = kind(value)
+            ok = found is not None and least <= found <= most and not (name == "top_p" and found == 0)
+            ask(ok, f"{name} is {value!r}, but must be {expected}")
+            object.__setattr__(self, name, found)  # NumPy's number as Python's
+        stops: Any = self.stop_token_ids
+        if stops is not None:
+            try:
+                given = stops.tolist() if hasattr(stops, "tolist") else stops  # of an array its elements as numbers
+                ids = None if isinstance(given, (str, bytes)) else tuple(map(whole, given))
+            except TypeError:  # nothing that has elements
+                ids = None
+            ask(
+                ids is not None and all(i is not None and -(2**31) <= i < 2**31 for i in ids),
+                f"stop_token_ids is {stops!r}, but must be token ids, as (2, 7), or None for the checkpoint's",
+            )
+            object.__setattr__(self, "stop_token_ids", ids)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from herald_jax.errors import GenerationError
+from herald_jax.fields import FLOAT32_MOST, MOST, real, whole
 from pallas_kernels.head import head_statistics
 
 # Rows given to the head at once. Its kernel goes through the vocabulary in pieces and holds no logits at all; where
@@ -51,7 +53,8 @@ class Sampling:
     @classmethod
     def of(cls, temperature: float, top_k: int, top_p: float) -> Sampling:
         greedy = bool(temperature < np.finfo(np.float32).tiny)  # 0, or what float32 cannot divide by
-        return cls(float(temperature), float(top_p), 0 if greedy else top_k, greedy, not greedy and top_p < 1)
+        nucleus = max(float(top_p), float(np.finfo(np.float32).tiny))  # 0 in float32 would let no token in
+        return cls(float(temperature), nucleus, 0 if greedy else top_k, greedy, not greedy and top_p < 1)
 
 
 def draw(logits: jax.Array, keys: jax.Array | None, sampling: Sampling, greedy: jax.Array | None = None) -> jax.Array:
@@ -157,22 +160,30 @@ def _ranks(order: jax.Array, eligible: jax.Array) -> jax.Array:
     return jnp.sum(before & eligible[:, None, :], axis=-1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
+# As a pytree a policy is also built from tracers, arrays, shapes and placeholders, so that only these are judged by it;
+# the rest where it becomes part of a request (`of_numbers`).
+_JUDGED = (int, float, complex, str, bytes, np.generic)
 
 
-def _as_float(policy: object, name: str) -> None:
-    # 1 and 1.0 are one value, but as traced arguments two types, that is two compiled programs.
-    if isinstance(value := getattr(policy, name), int):
-        object.__setattr__(policy, name, float(value))
+def _check_number(policy: object, name: str, number: Callable[[Any], Any], most: float, message: str) -> None:
+    """`policy.name` becomes what `number` makes of it, from 0 to `most`, or is refused with `message`."""
+    value = getattr(policy, name)
+    if not isinstance(value, _JUDGED):
+        return
+    found = number(value)
+    if found is None or not 0 <= found <= most:
+        raise GenerationError(message.format(repr(value)))
+    # Of one type always: 1 and 1.0 are one value, but as traced arguments two types, that is two compiled programs.
+    object.__setattr__(policy, name, found)
 
 
-def _check_steps(steps: Any) -> None:
-    # Only Python's own values are judged: as a pytree a policy is also built from tracers, shapes and placeholders.
-    if isinstance(steps, (bool, float, str)) or (isinstance(steps, int) and steps <= 0):
-        raise GenerationError(
-            f"steps is {steps!r}, but must be a positive number of steps per block, or None for one each"
-        )
+def _steps(value: Any) -> int | None:
+    return whole(value) or None
+
+
+def _check_steps(policy: object) -> None:
+    expected = f"a positive number of steps per block, at most {MOST}, or None for one each"
+    _check_number(policy, "steps", _steps, MOST, f"steps is {{}}, but must be {expected}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +196,7 @@ class StaticLowConfidence:
     steps: Any = None
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps)
+        _check_steps(self)
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -206,10 +217,9 @@ class Threshold:
     steps: Any = None
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps)
-        if isinstance(self.threshold, str) or (_is_number(self.threshold) and not 0 <= self.threshold <= 1):
-            raise GenerationError(f"threshold is {self.threshold!r}, but a probability between 0 and 1 was expected")
-        _as_float(self, "threshold")
+        _check_steps(self)
+        expected = "a probability between 0 and 1 was expected"
+        _check_number(self, "threshold", real, 1, f"threshold is {{}}, but {expected}")
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -231,10 +241,9 @@ class EntropyBound:
     steps: Any = None
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps)
-        if isinstance(self.bound, str) or (_is_number(self.bound) and not 0 <= self.bound < float("inf")):
-            raise GenerationError(f"entropy bound is {self.bound!r}, but a number of nats from 0 up was expected")
-        _as_float(self, "bound")
+        _check_steps(self)
+        expected = "a number of nats from 0 up was expected"
+        _check_number(self, "bound", real, FLOAT32_MOST, f"entropy bound is {{}}, but {expected}")
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -253,7 +262,7 @@ class Sequential:
     steps: Any = None
 
     def __post_init__(self) -> None:
-        _check_steps(self.steps)
+        _check_steps(self)
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -285,17 +294,12 @@ class Editing:
     max_post_steps: Any = 16
 
     def __post_init__(self) -> None:
-        if isinstance(self.fill, Editing):
-            raise GenerationError("fill is Editing(...), but must be the policy that reveals masked positions")
-        if isinstance(self.threshold, str) or (_is_number(self.threshold) and not 0 <= self.threshold <= 1):
-            raise GenerationError(
-                f"editing threshold is {self.threshold!r}, but a probability between 0 and 1 was expected; to switch "
-                "editing off use the fill policy alone"
-            )
-        steps = self.max_post_steps
-        if isinstance(steps, (bool, float, str)) or (isinstance(steps, int) and steps < 0):
-            raise GenerationError(f"max_post_steps is {steps!r}, but must be a number of steps from 0 up")
-        _as_float(self, "threshold")
+        if self.fill is None or isinstance(self.fill, (*_JUDGED, list, tuple, dict, type, Editing)):
+            _refuse_fill(self.fill)
+        expected = "a probability between 0 and 1 was expected; to switch editing off use the fill policy alone"
+        _check_number(self, "threshold", real, 1, f"editing threshold is {{}}, but {expected}")
+        expected = f"a number of steps from 0 up, at most {MOST}"
+        _check_number(self, "max_post_steps", whole, MOST, f"max_post_steps is {{}}, but must be {expected}")
 
     def __call__(
         self, *, eligible: jax.Array, confidence: jax.Array, entropy: jax.Array, step: jax.Array, block_length: int
@@ -314,6 +318,30 @@ class Editing:
 
 POLICIES = (StaticLowConfidence, Threshold, EntropyBound, Sequential, Editing)
 Policy = StaticLowConfidence | Threshold | EntropyBound | Sequential | Editing
+
+
+def _refuse_fill(fill: object) -> NoReturn:
+    given = "Editing(...)" if isinstance(fill, Editing) else repr(fill)
+    raise GenerationError(f"fill is {given}, but must be the policy that reveals masked positions: Threshold(0.95)")
+
+
+def of_numbers(policy: Policy) -> Policy:
+    """`policy` for a request: what it holds are numbers, and arrays without axes become such.
+
+    Raises GenerationError where it holds something else, as only a policy that JAX makes on its way may.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if field.name == "fill":
+            value = of_numbers(value) if isinstance(value, POLICIES) else _refuse_fill(value)
+        elif isinstance(value, (np.ndarray, jax.Array)) and value.shape == ():
+            value = value.item()
+        elif not (isinstance(value, (int, float)) or (value is None and field.name == "steps")):
+            raise GenerationError(f"{field.name} of {type(policy).__name__} is {value!r}, but a number was expected")
+        values[field.name] = value
+    return type(policy)(**values)
+
 
 for _cls, _data, _meta in (
     (Prediction, ["token", "confidence", "entropy"], []),

@@ -125,7 +125,7 @@ def generate(
       GenerationError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room in the model's context,
         or an option the model's family does not have.
     """
-    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation, shared) as run:
+    with _Run(model, prompts, config, plan, keys, implementation, shared) as run:
         run.advance(pause=False)
         return run.result()
 
@@ -143,7 +143,7 @@ def stream(
 
     The request is checked and prefilled when the first event is asked for. Closing the iterator stops the work.
     """
-    with _Run(model, prompts, config or GenerateConfig(), plan or Dense(), keys, implementation) as run:
+    with _Run(model, prompts, config, plan, keys, implementation) as run:
         yield from run.events()
         while not run.finished:
             run.advance(pause=True)
@@ -164,12 +164,14 @@ class _Run:
         self,
         model: Model,
         prompts: Sequence[Prompt],
-        config: GenerateConfig,
-        plan: Plan,
+        config: GenerateConfig | None,
+        plan: Plan | None,
         keys: jax.Array | None,
         implementation: str | None,
         shared: SharedPrefill | None = None,
     ):
+        config = GenerateConfig() if config is None else config
+        plan = Dense() if plan is None else plan
         self._prefilling, self._decoding = Stopwatch(), Stopwatch()
         self._pipeline: Pipeline | None = None
         self._begun: Begun | None = None
@@ -179,10 +181,8 @@ class _Run:
         ids = encode_prompts(model, prompts)
         check_request(model.config, config, plan, ids)
         self.count = len(ids)
-        if keys is not None and (keys.shape != (self.count,) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
-            raise GenerationError(
-                f"keys are {keys.dtype}{list(keys.shape)}, but one typed key per prompt, [{self.count}], was expected"
-            )
+        if keys is not None:
+            _check_keys(keys, self.count)
 
         # Rows that only fill a data-parallel batch are done from the start.
         data = 1 if model.mesh is None else model.mesh.shape["data"]
@@ -384,6 +384,13 @@ class _Run:
             edited_tokens=int(host["edited"].sum()),
             offload=None if self._pipeline is None else self._pipeline.settle(),
         )
+
+
+def _check_keys(keys: Any, count: int) -> None:
+    array = isinstance(keys, (jax.Array, np.ndarray))
+    if not array or keys.shape != (count,) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        given = f"{keys.dtype}{list(keys.shape)}" if array else repr(keys)
+        raise GenerationError(f"keys are {given}, but one typed key per prompt, [{count}], was expected")
 
 
 def _row_keys(seed: int, keys: jax.Array | None, batch: int) -> jax.Array:

@@ -10,10 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from herald_jax.errors import GenerationError
+from herald_jax.fields import MOST, ask, real, switch, whole
 
-# The largest number that a plan may name: two of them together are an i32.
-_MOST = 10**9
 # What `Herald.keep_bonus` is by default where entries are reused.
 KEEP_BONUS = 0.5
 
@@ -88,7 +86,7 @@ class Mage:
 
     def __post_init__(self) -> None:
         _check_budget(self)
-        choices: dict[str, tuple[object, ...]] = {
+        choices: dict[str, tuple[str | int, ...]] = {
             "query": ("all", "center", "first", "last"),
             "reduce": ("mean", "max"),
             "normalise": ("prefix+block", "prefix"),
@@ -101,34 +99,41 @@ class Mage:
             _check_integer(self, name, least)
         if self.page_size is not None:
             _check_integer(self, "page_size", 1)
-        spread = self.layer_spread
-        _ask(isinstance(spread, (int, float)) and spread >= 1, f"layer_spread is {spread!r}, but must be at least 1")
-        _ask(
+        _check_switch(self, "measure")
+        spread = real(self.layer_spread)
+        ask(spread is not None and spread >= 1, f"layer_spread is {self.layer_spread!r}, but must be at least 1")
+        _set(self, "layer_spread", spread)
+        ask(
             self.allocate == "uniform" or self.selector == "mage",
             f"allocate 'layer_adaptive' goes with selector 'mage', not {self.selector!r}",
         )
         for name, plain in (("allocate", ("uniform",)), ("selector", ("mage", "oracle", "quest", "tidal"))):
             value = getattr(self, name)
-            _ask(self.page == 1 or value in plain, f"page_size above 1 goes with {name} {plain[0]!r}, not {value!r}")
-        _ask(
+            ask(self.page == 1 or value in plain, f"page_size above 1 goes with {name} {plain[0]!r}, not {value!r}")
+        ask(
             not (self.measure and self.selector == "oracle"),
             "measure judges a selection at the steps after it, but selector 'oracle' selects anew at each",
         )
         if self.select_every > 1:
             for name, only in (("select_at_step", 1), ("measure", False)):
                 value = getattr(self, name)
-                _ask(value == only, f"select_every above 1 goes with {name} {only}, not {value!r}")
-            _ask(self.selector != "oracle", "select_every above 1 shares selections, but selector 'oracle' keeps none")
-            _ask(self.rest != "keep", "rest 'keep' is of one block's queries, so it goes with select_every 1")
-        _ask(
+                ask(value == only, f"select_every above 1 goes with {name} {only}, not {value!r}")
+            ask(self.selector != "oracle", "select_every above 1 shares selections, but selector 'oracle' keeps none")
+            ask(self.rest != "keep", "rest 'keep' is of one block's queries, so it goes with select_every 1")
+        ask(
             not (self.rest == "keep" and self.selector == "oracle"),
             "rest 'keep' carries a selecting step's attention to later ones, but selector 'oracle' selects at each",
         )
         if self.reselect_layers is not None:
             layers = self.reselect_layers
-            _ask(isinstance(layers, (tuple, list)), f"reselect_layers is {layers!r}, but must be layers: (2, 6)")
-            object.__setattr__(self, "reselect_layers", tuple(layers))
-            _ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
+            ask(isinstance(layers, (tuple, list)), f"reselect_layers is {layers!r}, but must be layers: (2, 6)")
+            numbers = tuple(map(whole, layers))
+            ask(
+                all(layer is not None and layer >= 0 for layer in numbers),
+                f"reselect_layers is {layers!r}, but must be layers, which are integers of at least 0",
+            )
+            _set(self, "reselect_layers", numbers)
+            ask(self.selector == "tidal", "reselect_layers goes with selector 'tidal' only")
 
     @property
     def page(self) -> int:
@@ -205,29 +210,29 @@ class Herald:
                 "reduce": ("mean", "max"),
                 "selector": ("cpu", "index", "split", "auto"),
                 "index_bits": (8, 4),
-                "draft": (True, False),
-                "reuse": (True, False),
-                "measure": (True, False),
             },
         )
+        for name in ("draft", "reuse", "measure"):
+            _check_switch(self, name)
         for name, least in (("dense_layers", 0), ("page_size", 1)):
             _check_integer(self, name, least)
         for name, also in (("draft_at", ' or "auto"'), ("split", "")):
             value = getattr(self, name)
-            fraction = isinstance(value, (int, float)) and 0 <= value <= 1
-            _ask(
-                fraction or (also != "" and value == "auto"),
-                f"{name} is {value!r}, but must be a fraction in [0, 1]{also}",
-            )
-        _ask(self.draft or not self.measure, "measure is of fetches beside a block's steps: it goes with draft True")
+            if also and isinstance(value, str) and value == "auto":
+                continue
+            share = real(value)
+            ask(share is not None and 0 <= share <= 1, f"{name} is {value!r}, but must be a fraction in [0, 1]{also}")
+            _set(self, name, share)
+        ask(self.draft or not self.measure, "measure is of fetches beside a block's steps: it goes with draft True")
         if self.keep_bonus is not None:
-            plain = isinstance(self.keep_bonus, (int, float)) and not isinstance(self.keep_bonus, bool)
-            _ask(
-                plain and 0 <= self.keep_bonus < math.inf,
-                f"keep_bonus is {self.keep_bonus!r}, but must be a finite number of at least 0",
+            bonus = real(self.keep_bonus)
+            ask(
+                bonus is not None and 0 <= bonus <= MOST,
+                f"keep_bonus is {self.keep_bonus!r}, but must be a finite number of at least 0 and at most {MOST}",
             )
+            _set(self, "keep_bonus", bonus)
             for name in ("draft", "reuse"):
-                _ask(
+                ask(
                     not self.keep_bonus or getattr(self, name),
                     f"keep_bonus is {self.keep_bonus!r}, but with {name} False no entry is kept from block to block",
                 )
@@ -256,35 +261,47 @@ def _entries(plan: Mage | Herald, prefix: int) -> int:
 
 
 def _check_budget(plan: Mage | Herald) -> None:
-    whole = isinstance(plan.budget, int) and not isinstance(plan.budget, bool)
-    _ask(
-        0 < plan.budget <= _MOST if whole else isinstance(plan.budget, float) and 0 < plan.budget <= 1,
-        f"budget is {plan.budget!r}, but must be a fraction in (0, 1] or a positive number of entries, at most {_MOST}",
+    count, share = whole(plan.budget), real(plan.budget)
+    ask(
+        0 < count <= MOST if count is not None else share is not None and 0 < share <= 1,
+        f"budget is {plan.budget!r}, but must be a fraction in (0, 1] or a positive number of entries, at most {MOST}",
     )
+    _set(plan, "budget", share if count is None else count)
     for name in ("min_budget", "sinks", "recent"):
         _check_integer(plan, name, 0)
     always = plan.sinks + plan.recent
-    _ask(
-        not whole or always <= max(plan.budget, plan.min_budget),
+    ask(
+        count is None or always <= max(count, plan.min_budget),
         f"sinks and recent are {always} entries together, but budget {plan.budget} and min_budget allow less",
     )
 
 
-def _check_choices(plan: Mage | Herald, choices: dict[str, tuple[object, ...]]) -> None:
+def _check_choices(plan: Mage | Herald, choices: dict[str, tuple[str | int, ...]]) -> None:
     for name, allowed in choices.items():
         value = getattr(plan, name)
-        _ask(value in allowed, f"{name} is {value!r}, but must be one of {', '.join(map(str, allowed))}")
+        found = str(value) if isinstance(value, str) else whole(value)
+        ask(found in allowed, f"{name} is {value!r}, but must be one of {', '.join(map(str, allowed))}")
+        _set(plan, name, found)
 
 
 def _check_integer(plan: Mage | Herald, name: str, least: int) -> None:
     value = getattr(plan, name)
-    ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
-    _ask(ok, f"{name} is {value!r}, but must be an integer of at least {least} and at most {_MOST}")
+    number = whole(value)
+    ask(
+        number is not None and least <= number <= MOST,
+        f"{name} is {value!r}, but must be an integer of at least {least} and at most {MOST}",
+    )
+    _set(plan, name, number)
+
+
+def _check_switch(plan: Mage | Herald, name: str) -> None:
+    value = getattr(plan, name)
+    ask(switch(value) is not None, f"{name} is {value!r}, but must be True or False")
+    _set(plan, name, switch(value))
+
+
+def _set(plan: Mage | Herald, name: str, value: object) -> None:
+    object.__setattr__(plan, name, value)  # NumPy's number as Python's: a plan is static, its numbers its name
 
 
 Plan = Dense | Mage | Herald
-
-
-def _ask(condition: bool, message: str) -> None:
-    if not condition:
-        raise GenerationError(message)

@@ -16,12 +16,16 @@ Prompt = str | Sequence[int]
 
 def encode_prompts(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The ids of each prompt. Raises GenerationError for what is neither a text nor a list of ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes)):
         raise GenerationError("prompts is a single text, but a list of prompts was expected; write [prompt]")
+    if not hasattr(prompts, "__len__"):
+        raise GenerationError(f"prompts is {prompts!r}, but a list of prompts was expected")
     if len(prompts) == 0:
         raise GenerationError("prompts is empty, but at least one prompt was expected")
     encoded = []
     for row, prompt in enumerate(prompts):
+        if isinstance(prompt, bytes):
+            raise GenerationError(f"prompt {row} is bytes, but must be a text or a list of token ids; decode it")
         try:
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(t) for t in prompt]
         except TypeError as error:
@@ -33,6 +37,8 @@ def encode_prompts(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prompts: list[list[int]]) -> None:
     """Raises GenerationError for a request that this model cannot serve."""
     contract = config.diffusion
+    if not isinstance(request, GenerateConfig):
+        raise GenerationError(f"config is {request!r}, but must be GenerateConfig(...)")
     if not isinstance(plan, (Dense, Mage, Herald)):
         raise GenerationError(f"plan is {plan!r}, but must be Dense(), Mage(...) or Herald(...)")
     if isinstance(plan, Herald) and contract.mask_token_id is None:
@@ -61,6 +67,10 @@ def check_request(config: ModelConfig, request: GenerateConfig, plan: Plan, prom
         raise GenerationError(f"block_cache needs sub-blocks, but family {config.family!r} has none")
     if request.top_k > config.vocab_size:
         raise GenerationError(f"top_k is {request.top_k}, but the vocabulary has {config.vocab_size} ids")
+    if request.room > config.max_position_embeddings:
+        raise GenerationError(
+            f"room is {request.room}, but the model's context is {config.max_position_embeddings} tokens"
+        )
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise GenerationError(f"prompt {row} is empty, but at least one token was expected")
