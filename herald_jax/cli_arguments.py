@@ -271,9 +271,7 @@ def _build(kind: str, table: Mapping[str, tuple[Callable[..., Any], dict[str, st
     for flag in dict.fromkeys(flag for _, flags in table.values() for flag in flags):
         if flag not in takes and getattr(args, flag) is not None:
             owners = [owner for owner, (_, flags) in table.items() if flag in flags]
-            raise GenerationError(
-                f"--{flag.replace('_', '-')} belongs to --{kind} {' and '.join(owners)}, but the {kind} is {name}"
-            )
+            raise GenerationError(f"{_flag(flag)} belongs to --{kind} {' and '.join(owners)}, but the {kind} is {name}")
     return build(**{own: getattr(args, flag) for flag, own in takes.items() if getattr(args, flag) is not None})
 
 
@@ -302,7 +300,23 @@ def _build_policy(args: argparse.Namespace) -> denoise.Policy:
 
 
 def build_plan(args: argparse.Namespace) -> Plan:
-    """The plan that `add_plan`'s flags describe. Raises GenerationError as `build_request` does."""
-    if args.layer_spread is not None and args.plan == "mage" and args.allocate != "layer_adaptive":
-        raise GenerationError("--layer-spread bounds what layers get under --allocate layer_adaptive: give that too")
+    """The plan that `add_plan`'s flags describe. Raises GenerationError as `build_request` does.
+
+    A flag that changes nothing beside the others is refused, though the plan's field may be set.
+    """
+    for plan, flag, other, values in (
+        ("mage", "layer_spread", "allocate", ("layer_adaptive",)),
+        ("herald", "split", "selector", ("split",)),
+        ("herald", "index_bits", "selector", ("index", "split", "auto")),
+    ):
+        if args.plan == plan and getattr(args, flag) is not None and getattr(args, other) not in values:
+            raise GenerationError(
+                f"{_flag(flag)} has a meaning only with {_flag(other)} {' or '.join(values)}: give that too"
+            )
+    if args.plan == "herald" and args.draft is False and args.draft_at is not None:
+        raise GenerationError("--draft-at says when the draft is made, but --no-draft makes none")
     return _build("plan", PLANS, args)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -74,7 +74,15 @@ def test_every_field_of_a_plan_has_a_flag_in_every_command(plan: type[Plan], giv
         (["--plan", "herald", "--allocate", "uniform"], "--allocate belongs to --plan mage, but the plan is herald"),
         (["--plan", "herald", "--layer-spread", "2"], "--layer-spread belongs to --plan mage, but the plan is herald"),
         (["--plan", "mage", "--draft-at", "0.5"], "--draft-at belongs to --plan herald, but the plan is mage"),
-        (["--plan", "mage", "--layer-spread", "2"], "under --allocate layer_adaptive: give that too"),
+        (["--plan", "mage", "--layer-spread", "2"], "only with --allocate layer_adaptive: give that too"),
+        (["--plan", "herald", "--split", "0.5"], "--split has a meaning only with --selector split: give that too"),
+        (["--plan", "herald", "--selector", "index", "--split", "1"], "only with --selector split: give that too"),
+        (
+            ["--plan", "herald", "--index-bits", "4"],
+            "--index-bits has a meaning only with --selector index or split or",
+        ),
+        (["--plan", "herald", "--selector", "cpu", "--index-bits", "8"], "only with --selector index or split or auto"),
+        (["--plan", "herald", "--no-draft", "--draft-at", "auto"], "--draft-at says when the draft is made, but"),
         (["--plan", "mage", "--normalise", "block"], "normalise is 'block', but must be one of prefix+block, prefix"),
         (["--plan", "mage", "--reselect-layers", "2"], "reselect_layers goes with selector 'tidal' only"),
         (["--plan", "herald", "--recent", "-1"], "recent is -1, but must be an integer of at least 0"),
@@ -109,6 +117,11 @@ def test_settings_are_the_same_when_they_are_read_again(
     settings = cli_arguments.settings(args, (), [])
     assert given.keys() <= settings.keys()
     assert cli_arguments.differing(settings, json.loads(json.dumps(settings))) == []
+
+
+def test_a_flag_that_is_the_default_all_the_same_may_stand_beside_what_it_is_for() -> None:
+    flags = ["--plan", "herald", "--draft", "--draft-at", "0.5", "--selector", "auto", "--index-bits", "8"]
+    assert cli_arguments.build_plan(_parse(flags)) == Herald(selector="auto")
 
 
 def test_without_flags_the_plan_is_dense() -> None:
