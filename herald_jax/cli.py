@@ -265,7 +265,7 @@ def _output(name: str | None) -> Iterator[TextIO]:
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
         yield sys.stdout
         return
-    path = Path(name).resolve()
+    path = Path(os.path.realpath(name))
     if path.exists() and not path.is_file():
         if path.is_dir():
             raise GenerationError(f"--output {name} is a directory, but a file was expected")

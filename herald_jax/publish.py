@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,19 +89,47 @@ class AtomicDirectory:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears at `path`, or replaces what is there, when it is written and on the disk.
 
-    Of a link, the target is replaced. An exception leaves `path` as it was, and so does a process that is killed.
+    Of a link, the target is replaced; a file that is replaced keeps its permissions. An exception leaves `path` as it
+    was, and so does a process that is killed.
+
+    Raises: OSError, which names `path`; before anything is written where that is a directory or may not be written.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # of a killed process that had the same number, as in a container
     try:
-        with partial.open("x", encoding="utf-8") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        _check_replaceable(path)
+        partial.unlink(missing_ok=True)  # of a killed process that had the same number, as in a container
+        try:
+            with partial.open("x", encoding="utf-8") as out:
+                with contextlib.suppress(OSError):  # nothing is there, or a file system without permissions
+                    os.fchmod(out.fileno(), stat.S_IMODE(path.stat().st_mode))
+                yield out
+                out.flush()
+                os.fsync(out.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        # The partial file's name says nothing to whoever gave the other, and a full disk has none.
+        if error.filename == str(partial) or (error.filename is None and error.errno in _NO_ROOM):
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        raise
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises what opening `path` for writing would, which replacing it may not."""
+    refused = None
+    if path.is_dir():
+        refused = errno.EISDIR
+    elif path.is_symlink():  # though links were followed
+        refused = errno.ELOOP
+    elif path.exists() and not os.access(path, os.W_OK):
+        refused = errno.EACCES
+    if refused is not None:
+        raise OSError(refused, os.strerror(refused), str(path))
 
 
 def check_destination(path: Path, *, force: bool) -> None:
