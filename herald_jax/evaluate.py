@@ -280,7 +280,7 @@ def _run(args: argparse.Namespace) -> int:
             budgets = [cli_arguments.count_or_fraction(part) for part in args.budgets.split(",")]
         except argparse.ArgumentTypeError as error:
             raise GenerationError(f"--budgets: {error}") from None
-        plans = [Dense(), *(dataclasses.replace(plan, budget=budget) for budget in dict.fromkeys(budgets))]
+        plans = [Dense(), *dict.fromkeys(dataclasses.replace(plan, budget=budget) for budget in budgets)]
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:
             raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")

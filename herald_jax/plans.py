@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from herald_jax.fields import MOST, ask, real, switch, whole
 
@@ -142,6 +142,9 @@ class Mage:
             return self.page_size
         return {"mage": 8 if self.allocate == "uniform" else 1, "quest": 16}.get(self.selector, 1)
 
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for (before any layer-adaptive split)."""
         return _entries(self, prefix)
@@ -249,9 +252,20 @@ class Herald:
             return self.keep_bonus
         return KEEP_BONUS if self.draft and self.reuse else 0.0
 
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
     def entries(self, prefix: int) -> int:
         """How many of `prefix` entries the budget pays for."""
         return _entries(self, prefix)
+
+
+def _same(plan: Mage | Herald, other: Any) -> bool:
+    """As dataclasses compare, but a budget of 1, which is an entry, is not that of 1.0, which is the whole prefix: what
+    was compiled for one must not run for the other."""
+    if type(other) is not type(plan):
+        return NotImplemented
+    return type(plan.budget) is type(other.budget) and vars(plan) == vars(other)
 
 
 def _entries(plan: Mage | Herald, prefix: int) -> int:

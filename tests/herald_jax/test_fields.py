@@ -142,6 +142,21 @@ def test_numbers_of_numpy_are_those_of_python(given: Any, plain: Any) -> None:
     assert hash(given) == hash(plain)
 
 
+@pytest.mark.parametrize("cls", [Mage, Herald])
+def test_a_budget_of_one_entry_is_not_one_of_everything(cls: Any) -> None:
+    """1 == 1.0, and plans name compiled programs: one ran for both, where their pools had the same size."""
+    one, whole = (cls(budget, min_budget=1, dense_layers=0) for budget in (1, 1.0))
+    assert one != whole
+    assert one == cls(1, min_budget=1, dense_layers=0)
+    assert hash(one) == hash(cls(1, min_budget=1, dense_layers=0))
+    assert one != Threshold()
+    if cls is Mage:
+        model, prompts = tiny.model(tiny.SDAR), tiny.prompts([30, 41])
+        request = GenerateConfig(max_new_tokens=8, ignore_stop=True)
+        written = [generate(model, prompts, request, plan).tokens for plan in (one, whole, None)]
+        assert written[0] != written[1] == written[2]
+
+
 def test_a_policy_of_jax_may_hold_anything() -> None:
     """Tracers, shapes, placeholders, batches: policies are pytrees."""
     policy = Editing(Threshold(0.5, 4), 0.5, 3)
