@@ -23,6 +23,7 @@ from herald_jax import cli_arguments, joined_layers, lora, sharding, tasks, trai
 from herald_jax.checkpoint import check_destination, load_checkpoint, save_checkpoint
 from herald_jax.config import GenerateConfig, ModelConfig
 from herald_jax.errors import GenerationError, HeraldError
+from herald_jax.fields import FLOAT32_MOST
 from herald_jax.finetune_step import LossOptions, make_finetune_step, train
 from herald_jax.model import flatten, param_specs, unflatten
 from herald_jax.objective import check_family
@@ -170,7 +171,11 @@ def _run(args: argparse.Namespace) -> None:
             raise GenerationError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be a share of {of}, from 0 to 1"
             )
-    if args.learning_rate is not None and not 0 < args.learning_rate < float("inf"):
+    if not -(2**63) <= args.seed < 2**63:
+        raise GenerationError(f"--seed is {args.seed}, but must be an integer of 64 bits")
+    if args.curve is not None:
+        training.check_curve(args.curve)
+    if args.learning_rate is not None and not 0 < args.learning_rate <= FLOAT32_MOST:
         raise GenerationError(f"--learning-rate is {args.learning_rate}, but must be a positive number")
     if args.attention == "cudnn" and jax.default_backend() != "gpu":
         raise GenerationError(f"--attention cudnn needs an NVIDIA GPU, but JAX runs on {jax.default_backend()}")

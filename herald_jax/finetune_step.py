@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from herald_jax import lora, training
 from herald_jax.config import ModelConfig
 from herald_jax.errors import ConfigError
+from herald_jax.fields import FLOAT32_MOST, real, switch
 from herald_jax.model import Params
 from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
@@ -51,10 +52,18 @@ class LossOptions:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.kl >= 0:
-            raise ConfigError(f"the weight of KL is {self.kl!r}, but must be 0 or positive")
-        if not self.exact >= 0:
-            raise ConfigError(f"the weight of the exact pass is {self.exact!r}, but must be 0 or positive")
+        for name, what in (
+            ("kl", "the weight of KL"), ("exact", "the weight of the exact pass"), ("lora_alpha", "lora_alpha"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            number = real(value)
+            if number is None or not 0 <= number <= FLOAT32_MOST:
+                raise ConfigError(f"{what} is {value!r}, but must be 0 or positive, and finite")
+            object.__setattr__(self, name, number)
+        if not (isinstance(self.canvas, str) and self.canvas in ("noisy", "first")):
+            raise ConfigError(f"canvas is {self.canvas!r}, but must be 'noisy' or 'first'")
+        if switch(self.remat) is None:
+            raise ConfigError(f"remat is {self.remat!r}, but must be True or False")
         if not isinstance(self.plan, (Dense, Mage)):
             raise ConfigError(f"there is no training objective for plan {self.plan!r}; use Dense() or Mage(...)")
         if isinstance(self.plan, Mage):

@@ -264,8 +264,7 @@ class Progress:
         self._bar.close()
 
 
-def plot_curve(curve: list[tuple[int, float]], path: str | Path, *, title: str = "training loss") -> None:
-    """Write the learning curve as PNG. Raises ConfigError without matplotlib (the extra `plot`)."""
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
@@ -273,6 +272,26 @@ def plot_curve(curve: list[tuple[int, float]], path: str | Path, *, title: str =
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def check_curve(path: str | Path) -> None:
+    """Before the training: raises ConfigError if `plot_curve` could not write to `path`, or without matplotlib (the
+    extra `plot`)."""
+    figure = _pyplot().figure()
+    kinds = figure.canvas.get_supported_filetypes()
+    _pyplot().close(figure)
+    path = Path(path)
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"a curve cannot be drawn as {path.name}; let its name end in .png or .svg, for instance")
+    if path.is_dir() or not path.parent.is_dir():
+        where = f"{path} is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError(f"the curve is to be a file, but {where}")
+
+
+def plot_curve(curve: list[tuple[int, float]], path: str | Path, *, title: str = "training loss") -> None:
+    """Write the learning curve as PNG, or what the name ends in. Raises ConfigError as `check_curve`, and OSError."""
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps, losses = zip(*curve, strict=True)
     axes.plot(steps, losses, color="0.75", linewidth=0.8)
