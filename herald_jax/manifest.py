@@ -45,7 +45,7 @@ def read_manifest(path: str | Path) -> Manifest:
     if not (path / MANIFEST).is_file():
         raise CheckpointError(_not_a_checkpoint(path))
     try:
-        raw = json.loads((path / MANIFEST).read_text())
+        raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path / MANIFEST} has the format {raw['format']!r} instead of {FORMAT!r}")
         version = raw["format_version"]
@@ -60,7 +60,9 @@ def read_manifest(path: str | Path) -> Manifest:
         problems = _file_problems(manifest) + spec_problems(manifest.config, manifest.params)
     except ConfigError as error:
         raise CheckpointError(f"{path / MANIFEST} holds an invalid configuration: {error}") from error
-    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:  # of no JSON, or of another form
         raise CheckpointError(f"{path / MANIFEST} is damaged ({error!r}); convert the source again") from error
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""

@@ -330,7 +330,9 @@ def test_damaged_manifests(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="has the format 'something else' instead of 'herald_jax checkpoint'"):
         read_manifest(saved)
     whole = json.dumps(good)
-    for damaged in ("", "{", whole[: len(whole) // 2], "[]", *(json.dumps({**good, name: [1]}) for name in DESCRIBED)):
+    forms = [json.dumps({**good, name: value}) for name in DESCRIBED for value in ([1], "x")]
+    numbers = ["[" * 100_000, '{"format": ' + "9" * 5000 + "}"]  # what JSON may hold, but Python will not read
+    for damaged in ("", "{", whole[: len(whole) // 2], "[]", *forms, *numbers):
         (saved / "herald.json").write_text(damaged)
         with pytest.raises(CheckpointError, match=r"herald\.json is damaged .*; convert the source again"):
             read_manifest(saved)
