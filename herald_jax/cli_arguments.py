@@ -313,8 +313,9 @@ def build_plan(args: argparse.Namespace) -> Plan:
             raise GenerationError(
                 f"{_flag(flag)} has a meaning only with {_flag(other)} {' or '.join(values)}: give that too"
             )
-    if args.plan == "herald" and args.draft is False and args.draft_at is not None:
-        raise GenerationError("--draft-at says when the draft is made, but --no-draft makes none")
+    for flag, what in (("draft_at", "says when the draft is made"), ("selector", "says who scores the draft's keys")):
+        if args.plan == "herald" and args.draft is False and getattr(args, flag) is not None:
+            raise GenerationError(f"{_flag(flag)} {what}, but --no-draft makes none")
     return _build("plan", PLANS, args)
 
 

@@ -82,6 +82,7 @@ def test_every_field_of_a_plan_has_a_flag_in_every_command(plan: type[Plan], giv
             "--index-bits has a meaning only with --selector index or split or",
         ),
         (["--plan", "herald", "--selector", "cpu", "--index-bits", "8"], "only with --selector index or split or auto"),
+        (["--plan", "herald", "--no-draft", "--selector", "index"], "--selector says who scores the draft's keys, but"),
         (["--plan", "herald", "--no-draft", "--draft-at", "auto"], "--draft-at says when the draft is made, but"),
         (["--plan", "mage", "--normalise", "block"], "normalise is 'block', but must be one of prefix+block, prefix"),
         (["--plan", "mage", "--reselect-layers", "2"], "reselect_layers goes with selector 'tidal' only"),
