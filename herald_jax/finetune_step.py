@@ -8,6 +8,8 @@ the same noisy blocks, which takes no gradient and is also the teacher; the clea
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +21,15 @@ from jax.sharding import Mesh
 
 from herald_jax import lora, training
 from herald_jax.config import ModelConfig
-from herald_jax.errors import ConfigError
+from herald_jax.errors import ConfigError, GenerationError
 from herald_jax.fields import FLOAT32_MOST, real, switch
 from herald_jax.model import Params
 from herald_jax.objective import TrainBatch, corrupt, noisy_hidden, token_loss
 from herald_jax.plans import Dense, Mage, Plan
 from herald_jax.train_attention import Mode, TrainAttend
 from herald_jax.train_data import Source
+
+MOST_SKIPPED = 20  # steps in a row without finite gradients that end a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,24 +180,48 @@ def train(
     """Run to step number `steps`, from wherever `state` is; saves under `directory` every so often and at the end.
 
     Returns the state and the learning curve [(step, loss), ...]. The source is asked for each step by its number, so
-    that a resumed run goes on as if it had never stopped.
+    that a resumed run goes on as if it had never stopped. A step whose gradients are not finite changes nothing; how
+    many those were is said at the end.
+
+    Raises GenerationError after `MOST_SKIPPED` such steps in a row, or if all were.
     """
     begin = int(state.step)
     first = source.rows(begin)
     progress = training.Progress(steps, start=begin, tokens_per_step=first.tokens.size)
     waiting: tuple[int, Any] | None = None
+    skipped = in_a_row = 0
+
+    def look(number: int, metrics: Any) -> None:
+        nonlocal skipped, in_a_row
+        progress.add(number, float(metrics["loss"]))
+        fine = math.isfinite(metrics["grad_norm"])
+        skipped, in_a_row = skipped + (not fine), 0 if fine else in_a_row + 1
+        if in_a_row == MOST_SKIPPED or in_a_row == number - begin == steps - begin:
+            raise GenerationError(
+                f"no step from {number - in_a_row + 1} to {number} had finite gradients (the last loss is "
+                f"{float(metrics['loss'])}), and so none changed anything: try a lower learning rate, and see whether "
+                "the model's own numbers are finite"
+            )
+
     try:
         for number in range(begin, steps):
             rows = source.rows(number)
             state, metrics = step(state, training.place_batch(dataclasses.asdict(rows), mesh), np.float32(rate(number)))
             # The loss is looked at one step late: reading it at once would stop the device from working ahead.
             if waiting is not None:
-                progress.add(waiting[0], float(waiting[1]))
-            waiting = (number + 1, metrics["loss"])
+                look(*waiting)
+            waiting = (number + 1, metrics)
             if directory is not None and ((number + 1) % save_every == 0 or number + 1 == steps):
+                look(*waiting)  # what ends the run leaves no state that looks finished
+                waiting = None
                 training.save_state(directory, state)
         if waiting is not None:
-            progress.add(waiting[0], float(waiting[1]))
+            look(*waiting)
     finally:
         progress.close()
+    if skipped:
+        print(
+            f"{skipped} of {steps - begin} steps had gradients that are not finite, and changed nothing",
+            file=sys.stderr,
+        )
     return state, progress.curve

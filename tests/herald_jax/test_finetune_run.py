@@ -67,6 +67,32 @@ def test_resuming_and_spreading_change_nothing(tmp_path: Path) -> None:
         training.place_batch({"x": np.zeros((4, 2))}, sharding.normalise_mesh(sharding.make_mesh(data=3)))
 
 
+@pytest.mark.parametrize(
+    ("bad", "steps", "ends"),
+    [
+        ([2, 3, 5], 6, None),
+        ([0, 1, 2], 3, "no step from 1 to 3 had finite"),  # all
+        (range(4, 40), 40, f"no step from 5 to {4 + finetune_step.MOST_SKIPPED} had finite"),
+    ],
+    ids=["some", "all", "for ever"],
+)
+def test_steps_without_finite_gradients(
+    bad: Any, steps: int, ends: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def step(state: Any, rows: Any, rate: Any) -> Any:
+        norm = np.float32(np.nan if int(state.step) in bad else 1.0)
+        return dataclasses.replace(state, step=state.step + 1), {"loss": norm, "grad_norm": norm}
+
+    state: Any = training.TrainState(np.int32(0), {}, {})  # type: ignore[arg-type]
+    if ends is None:
+        assert int(run(steps, state, step).step) == steps
+        assert f"{len(bad)} of {steps} steps had gradients that are not finite" in capsys.readouterr().err
+    else:
+        with pytest.raises(GenerationError, match=ends):
+            run(steps, state, step, directory=tmp_path / "state", save_every=100)
+        assert not (tmp_path / "state").exists()  # or the next run would take it for a finished one
+
+
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     plain = training.Optimizer()
     adapters = lora.init_adapters(CONFIG, 2, jax.random.key(0))
