@@ -22,7 +22,6 @@ the run ends with a sentence and status 1.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -159,8 +158,10 @@ def main(options: argparse.Namespace) -> None:
 def _plans(options: argparse.Namespace, config: ModelConfig, budget: float, rows: int, context: int) -> list[Herald]:
     """The plans that a case is measured with: one for each selector."""
     bits = index_bits_that_fit(config, budget, rows, context, options.cap * 1e9)
-    plans = [plan_of(budget, selector, bits, options.keep_bonus) for selector in options.selectors.split(",")]
-    return [dataclasses.replace(plan, measure=options.measure) for plan in plans]
+    return [
+        plan_of(budget, selector, bits, keep_bonus=options.keep_bonus, measure=options.measure)
+        for selector in options.selectors.split(",")
+    ]
 
 
 def _detail(config: ModelConfig, plan: Herald, rows: int, context: int, steps: int, got: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from herald_jax.cli_arguments import build_request, fail, interrupted, out_of_memory, parser
+from herald_jax.cli_arguments import build_request, fail, flag_of, interrupted, out_of_memory, parser
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, stream
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     config, plan = build_request(args)
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:
-            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but at least 1 was expected")
+            raise GenerationError(f"{flag_of(name)} is {getattr(args, name)}, but at least 1 was expected")
     prompts = _read_prompts(args)
     with _output(args.output) as out:
         model = load(
@@ -265,7 +265,7 @@ def _output(name: str | None) -> Iterator[TextIO]:
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
         yield sys.stdout
         return
-    path = Path(os.path.realpath(name))
+    path = Path(name)
     if path.exists() and not path.is_file():
         if path.is_dir():
             raise GenerationError(f"--output {name} is a directory, but a file was expected")

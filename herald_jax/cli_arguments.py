@@ -271,7 +271,9 @@ def _build(kind: str, table: Mapping[str, tuple[Callable[..., Any], dict[str, st
     for flag in dict.fromkeys(flag for _, flags in table.values() for flag in flags):
         if flag not in takes and getattr(args, flag) is not None:
             owners = [owner for owner, (_, flags) in table.items() if flag in flags]
-            raise GenerationError(f"{_flag(flag)} belongs to --{kind} {' and '.join(owners)}, but the {kind} is {name}")
+            raise GenerationError(
+                f"{flag_of(flag)} belongs to --{kind} {' and '.join(owners)}, but the {kind} is {name}"
+            )
     return build(**{own: getattr(args, flag) for flag, own in takes.items() if getattr(args, flag) is not None})
 
 
@@ -311,13 +313,14 @@ def build_plan(args: argparse.Namespace) -> Plan:
     ):
         if args.plan == plan and getattr(args, flag) is not None and getattr(args, other) not in values:
             raise GenerationError(
-                f"{_flag(flag)} has a meaning only with {_flag(other)} {' or '.join(values)}: give that too"
+                f"{flag_of(flag)} has a meaning only with {flag_of(other)} {' or '.join(values)}: give that too"
             )
     for flag, what in (("draft_at", "says when the draft is made"), ("selector", "says who scores the draft's keys")):
         if args.plan == "herald" and args.draft is False and getattr(args, flag) is not None:
-            raise GenerationError(f"{_flag(flag)} {what}, but --no-draft makes none")
+            raise GenerationError(f"{flag_of(flag)} {what}, but --no-draft makes none")
     return _build("plan", PLANS, args)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """How the user writes the argument that the parser calls `name`."""
     return f"--{name.replace('_', '-')}"

@@ -78,7 +78,7 @@ def selected_bytes(prefix: np.ndarray, layers: int, plan: Herald, config: ModelC
 
 def _vector_bytes(config: ModelConfig) -> int:
     """Of one layer's K or V of a token."""
-    return config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return config.kv_bytes_per_token // (2 * config.num_layers)
 
 
 def _steps(policy: Policy, config: ModelConfig) -> int:

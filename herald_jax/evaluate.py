@@ -283,7 +283,7 @@ def _run(args: argparse.Namespace) -> int:
         plans = [Dense(), *dict.fromkeys(dataclasses.replace(plan, budget=budget) for budget in budgets)]
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:
-            raise GenerationError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+            raise GenerationError(f"{cli_arguments.flag_of(name)} is {getattr(args, name)}, but must be at least 1")
     if args.samples is not None and args.samples < 1:
         raise GenerationError(f"--samples is {args.samples}, but must be at least 1")
     if args.replay < 0:

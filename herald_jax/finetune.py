@@ -165,11 +165,11 @@ def _run(args: argparse.Namespace) -> None:
         least = int(name != "warmup")
         value = getattr(args, name)
         if value is not None and value < least:
-            raise GenerationError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+            raise GenerationError(f"{cli_arguments.flag_of(name)} is {value}, but must be at least {least}")
     for name, of in (("final_rate", "the rate"), ("full", "the blocks")):
         if not 0 <= getattr(args, name) <= 1:
             raise GenerationError(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be a share of {of}, from 0 to 1"
+                f"{cli_arguments.flag_of(name)} is {getattr(args, name)}, but must be a share of {of}, from 0 to 1"
             )
     if not -(2**63) <= args.seed < 2**63:
         raise GenerationError(f"--seed is {args.seed}, but must be an integer of 64 bits")

@@ -38,7 +38,7 @@ from herald_jax.host_select import Scanner
 from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.model import Params
 from herald_jax.plans import Herald
-from herald_jax.pool_fill import NO_RESIDENT, Held, Moved
+from herald_jax.pool_fill import NEVER, Held, Moved
 from herald_jax.pooled import PooledKV
 from herald_jax.stats import OffloadStats
 
@@ -138,13 +138,13 @@ class Pipeline:
         self._indexed = self._wanted = len(index)
         self._spare = jax.tree.map(jnp.zeros_like, done.pool)
         place = sharding.batch_place(mesh, 1)
-        self._held = Held(done.indices, jax.device_put(np.full(lengths.shape, NO_RESIDENT, np.int32), place))
+        self._held = Held(done.indices, jax.device_put(np.full(lengths.shape, NEVER, np.int32), place))
         counts = np.array([plan.entries(int(n)) for n in lengths], np.int32)
         self.stats.host_bytes = self._host.nbytes
         self.stats.pool_bytes = 2 * done.pool.nbytes
         self.stats.dense_bytes = 0 if done.dense is None else done.dense.nbytes
         self.stats.index_bytes = sum(keys.nbytes for keys in self._index)
-        never = jax.device_put(np.full(lengths.shape, NO_RESIDENT, np.int32), place)  # until a block says when
+        never = jax.device_put(np.full(lengths.shape, NEVER, np.int32), place)  # until a block says when
         return PooledKV.around(done.dense, done.pool, jax.device_put(counts, place), never, self._options.config, mesh)
 
     def begin(self, rows: Rows, policy: Policy, sampling: Sampling, stops: Any, *, last: bool) -> Begun:

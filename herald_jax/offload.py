@@ -292,5 +292,5 @@ def turn(
         )
     block = outbox.k.shape[3]
     spare = local(spare, outbox, counts)
-    resident = jnp.where(committed, prefix, pool_fill.NO_RESIDENT)
+    resident = jnp.where(committed, prefix, pool_fill.NEVER)
     return spare, counts + block * committed, Held(held.indices, resident), jnp.zeros_like(guess)

@@ -25,7 +25,7 @@ from pallas_kernels import dispatch, gather_rows
 from pallas_kernels.clock import start_clocks, stop_clock
 from pallas_kernels.layers import gather_layers
 
-NO_RESIDENT = jnp.iinfo(jnp.int32).max  # `Held.resident` where there is none
+NEVER = jnp.iinfo(jnp.int32).max  # where a position is asked for, one that no row reaches
 
 Watches = tuple[jax.Array, jax.Array]  # of a fetch, and of the steps beside it: u32[2, 2] each
 
@@ -180,7 +180,7 @@ def held_slots(indices: jax.Array, held: Held, counts: jax.Array) -> jax.Array:
 
     `counts` i32[B] are the pool's entries, the resident block's included: that is M long and lies behind the others.
     """
-    there = jnp.where(held.indices < 0, NO_RESIDENT, held.indices)
+    there = jnp.where(held.indices < 0, NEVER, held.indices)
     find = functools.partial(jnp.searchsorted, method="scan_unrolled")
     for _ in range(3):
         find = jax.vmap(find)
