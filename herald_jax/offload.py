@@ -210,7 +210,7 @@ def finish(
       The rows, the pool, its indices, and what was moved.
     """
     choose, fetch = pool_fill.moves(host, len(importance), held.indices.shape[0], options)
-    spare, indices, far, moved = choose(
+    spare, indices, far, ends, moved = choose(
         _pooled(rows).pool, spare, importance, prefix, held, _pooled(rows).counts, jnp.int32(0)
     )
     # The steps below change the pool in place: not before what is reused has been read from it, or XLA would copy it.
@@ -221,7 +221,7 @@ def finish(
     if pool_fill.runs_apart(host, options):
         fetch = pool_fill.on_second_stream(fetch)
         options = dataclasses.replace(options, spared=FETCHING)
-    spare = DeviceKV(fetch(spare.k, far, host.k), fetch(spare.v, far, host.v))
+    spare = DeviceKV(fetch(spare.k, far, ends, host.k), fetch(spare.v, far, ends, host.v))
     one = _stepping(params, (policy, sampling, stops), options)
     rows = _run(one, rows, False, _more_masks_than(jnp.int32(-1)))
     if herald_plan(options).measure:
@@ -258,10 +258,10 @@ def fill(
       The pool, `held.indices` with those that these layers are filled with, and what was moved.
     """
     choose, fetch = pool_fill.moves(host, len(importance), held.indices.shape[0], options)
-    spare, indices, far, moved = choose(pool, spare, importance, prefix, held, counts, first)
+    spare, indices, far, ends, moved = choose(pool, spare, importance, prefix, held, counts, first)
     where = () if len(importance) == held.indices.shape[0] else (first,)
     watches, far = pool_fill.begin_fetch(options, far)
-    spare = DeviceKV(fetch(spare.k, far, host.k, *where), fetch(spare.v, far, host.v, *where))
+    spare = DeviceKV(fetch(spare.k, far, ends, host.k, *where), fetch(spare.v, far, ends, host.v, *where))
     return spare, indices, pool_fill.moved_by(options, moved, watches, spare)
 
 

@@ -30,6 +30,7 @@ NEVER = jnp.iinfo(jnp.int32).max  # where a position is asked for, one that no r
 Watches = tuple[jax.Array, jax.Array]  # of a fetch, and of the steps beside it: u32[2, 2] each
 
 _INDICES = P(None, "data", "model", None)
+_LISTS = P(None, "data", "model")
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -94,7 +95,8 @@ def moves(
 ) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
     """How `count` of `every` layers' entries are chosen and copied from the current pool, and the others fetched.
 
-    `host` has these layers only. What was chosen comes for every layer, what is to be fetched for these.
+    `host` has these layers only. What was chosen comes for every layer, what is to be fetched for these, and where each
+    list of that ends, i32[count, B, K].
     """
     plan = herald_plan(options)
 
@@ -125,7 +127,11 @@ def moves(
         indices = jnp.concatenate(chosen)
         near = held_slots(indices, there, counts) if plan.reuse else jnp.full_like(indices, -1)
         far = jnp.where(near >= 0, -1, indices)
-        moved = jnp.stack([jnp.sum(x >= 0, axis=(0, 2, 3), dtype=jnp.int32) for x in (far, near)])
+        # Behind that lie the slots of a pool with room for longer rows than these, too many to look at.
+        slot = jax.lax.broadcasted_iota(jnp.int32, far.shape, far.ndim - 1)
+        ends = jnp.max(jnp.where(far >= 0, slot + 1, 0), axis=-1)
+        of_lists = jnp.stack([jnp.sum(x >= 0, axis=-1, dtype=jnp.int32) for x in (far, near)])
+        moved = jnp.sum(of_lists, axis=(1, 3))
         if plan.reuse:
             # Of the other layers nothing is copied: whole pools, for a part of one would be a copy.
             near = put(jnp.full_like(held.indices, -1), near)
@@ -133,13 +139,15 @@ def moves(
             spare = DeviceKV(*filled)
         if options.mesh is not None:
             moved = jax.lax.psum(moved, "model")
-        return spare, put(held.indices, indices), far, moved
+        return spare, put(held.indices, indices), far, ends, moved
 
     apart = runs_apart(host, options)
 
-    def fetch(spare: jax.Array, far: jax.Array, layers: tuple[jax.Array, ...], *first: jax.Array) -> jax.Array:
+    def fetch(
+        spare: jax.Array, far: jax.Array, ends: jax.Array, layers: tuple[jax.Array, ...], *first: jax.Array
+    ) -> jax.Array:
         how = "mosaic_gpu" if apart else options.implementation
-        return gather_layers(layers, far, spare, *first, implementation=how)
+        return gather_layers(layers, far, spare, *first, used=ends, implementation=how)
 
     if options.mesh is not None:
         both = DeviceKV(CACHE_SPEC, CACHE_SPEC)  # type: ignore[arg-type]
@@ -149,10 +157,10 @@ def moves(
         mapped = functools.partial(jax.shard_map, mesh=options.mesh, check_vma=False)
         choose = mapped(
             choose, in_specs=(both, both, score, P("data"), what, P("data"), P()),
-            out_specs=(both, _INDICES, _INDICES, P(None, "data")),
+            out_specs=(both, _INDICES, _INDICES, _LISTS, P(None, "data")),
         )  # fmt: skip
         where = () if count == every else (P(),)
-        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, layers, *where), out_specs=CACHE_SPEC)
+        fetch = mapped(fetch, in_specs=(CACHE_SPEC, _INDICES, _LISTS, layers, *where), out_specs=CACHE_SPEC)
     return choose, fetch
 
 

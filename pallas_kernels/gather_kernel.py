@@ -92,8 +92,6 @@ def gather_rows(
         return k_pool, v_pool
     chunks = k_src.shape[-1] * k_src.dtype.itemsize // CHUNK_BYTES
     shape: dict[str, Any] = {
-        "planes": 2,
-        "sources": 1,
         "source_rows": k_src.shape[-2],
         "pool_rows": k_pool.shape[-2],
         "slots": slots,
@@ -131,14 +129,16 @@ def gather_layers(
     indices: jax.Array,
     pool: jax.Array,
     first: jax.Array | None = None,
+    used: jax.Array | None = None,
     *,
     config: GatherConfig | None = None,
     launch: Any = None,
 ) -> jax.Array:
-    """K or V of :func:`pallas_kernels.layers.gather_layers`: the same kernel with a source per layer, in one launch.
+    """K or V of :func:`pallas_kernels.layers.gather_layers`: the same gather with a source per layer, in one launch.
 
-    A thread picks its source's address from all of them, a select per layer and tile: nothing beside a PCIe round trip.
-    One array at a time, and so one result: with two, XLA would not let the launch run beside anything (see
+    A thread picks its source's address from all of them, a select per layer and list: nothing beside a PCIe round trip.
+    Every block goes through all lists, empty or not, which is meant for the few that saturate the host's link. One
+    array at a time, and so one result: with two, XLA would not let the launch run beside anything (see
     ``herald_jax.offload``).
     """
     if launch is None:
@@ -151,27 +151,27 @@ def gather_layers(
     if slots == 0 or math.prod(sources[0].shape) == 0:
         return pool
     shape: dict[str, Any] = {
-        "planes": 1,
         "sources": len(sources),
         "source_rows": sources[0].shape[-2],
         "pool_rows": pool.shape[-2],
         "slots": slots,
         "chunks": pool.shape[-1] * pool.dtype.itemsize // CHUNK_BYTES,
-        "problems": math.prod(indices.shape[:-1]),
-        "problems_per_layer": math.prod(indices.shape[1:-1]),
+        "lists_per_layer": math.prod(indices.shape[1:-1]),
+        "blocks": config.blocks,
         "unroll": config.unroll,
         "hint": config.hint,
-        "source_is_one_layer": True,
-        "has_dst": False,
-        "has_layer": first is not None,
+        "has_first": first is not None,
+        "has_used": used is not None,
     }
 
     def kernel(lanes: Any, *memories: Any) -> None:
-        _kernel(lanes, *memories, **shape)
+        _layers_kernel(lanes, *memories, **shape)
 
     inputs = [*map(host_memory.read_in_place, sources), indices]
     if first is not None:
         inputs.append(jnp.asarray(first, jnp.int32).reshape(1))
+    if used is not None:
+        inputs.append(used)
     [pool] = launch(
         kernel,
         name="gather_layers",
@@ -241,8 +241,6 @@ def scatter_into_donated_rows(
 def _kernel(
     lanes: Any,
     *memories: Any,
-    planes: int,
-    sources: int,
     source_rows: int,
     pool_rows: int,
     slots: int,
@@ -255,10 +253,9 @@ def _kernel(
     has_dst: bool,
     has_layer: bool,
 ) -> None:
-    # Planes are K and V: as many groups of sources at the front, as many pools at the end.
-    by_plane = [memories[i * sources : (i + 1) * sources] for i in range(planes)]
-    pools = memories[len(memories) - planes :]
-    indices, *rest = memories[planes * sources : len(memories) - planes]
+    # K and V are the sources at the front and the pools at the end.
+    sources, pools = memories[:2], memories[-2:]
+    indices, *rest = memories[2:-2]
     dst = rest.pop(0) if has_dst else None
     first_problem = lanes.constant(0)
     if has_layer:
@@ -282,19 +279,14 @@ def _kernel(
                 (slot,) = lanes.load(dst, entry, where=inside)
             # Unsigned comparison: -1 is far outside.
             work.append((row, slot, chunk, inside & (row < source_rows) & (slot < pool_rows)))
-        chosen = [group[0] for group in by_plane]
         from_problem = lanes.wide(problem if source_is_one_layer else first_problem + problem)
-        if sources > 1:
-            layer = problem // problems_per_layer
-            chosen = [lanes.choose(layer, group) for group in by_plane]
-            from_problem = lanes.wide(problem % problems_per_layer)
         to_problem = lanes.wide(first_problem + problem)
         moved = []
         for row, slot, chunk, wanted in work:
             offset = lanes.wide(chunk) * _WORDS
             source = (from_problem * source_rows + lanes.wide(row)) * (chunks * _WORDS) + offset
             target = (to_problem * pool_rows + lanes.wide(slot)) * (chunks * _WORDS) + offset
-            rows = [lanes.load(src, source, _WORDS, where=wanted, hint=hint) for src in chosen]
+            rows = [lanes.load(src, source, _WORDS, where=wanted, hint=hint) for src in sources]
             moved.append((target, rows, wanted))
         for target, rows, wanted in moved:
             for pool, row in zip(pools, rows, strict=True):
@@ -302,3 +294,65 @@ def _kernel(
         return ()
 
     lanes.loop(lanes.block, lanes.constant(problems * tiles_per_problem), lanes.blocks, (), tile)
+
+
+def _layers_kernel(
+    lanes: Any,
+    *memories: Any,
+    sources: int,
+    source_rows: int,
+    pool_rows: int,
+    slots: int,
+    chunks: int,
+    lists_per_layer: int,
+    blocks: int,
+    unroll: int,
+    hint: str,
+    has_first: bool,
+    has_used: bool,
+) -> None:
+    layers, pool = memories[:sources], memories[-1]
+    indices, *rest = memories[sources:-1]
+    first_list = lanes.constant(0)
+    if has_first:
+        (first,) = lanes.load(rest.pop(0), lanes.wide(lanes.constant(0)))
+        first_list = first * lists_per_layer
+    per_tile = lanes.threads * unroll  # chunks of one tile, all of one list
+    row_words = chunks * _WORDS
+
+    def one_list(number: Any, turn: Any) -> tuple[Any]:
+        end = lanes.constant(slots)
+        if has_used:
+            (ending,) = lanes.load(rest[0], lanes.wide(number))
+            end = lanes.minimum(end, ending)
+        wanted_chunks = end * chunks
+        layer, in_layer = number // lists_per_layer, number % lists_per_layer
+        entries = lanes.at(indices, lanes.wide(number) * slots)
+        target = lanes.at(pool, lanes.wide(first_list + number) * (pool_rows * row_words))
+
+        def tile(index: Any) -> tuple[()]:
+            source = lanes.at(lanes.choose(layer, layers), lanes.wide(in_layer) * (source_rows * row_words))
+            work = []
+            for i in range(unroll):
+                flat = index * per_tile + lanes.thread + i * lanes.threads
+                # Loaded by no predicate, of which there are seven: an eighth load would wait for the others.
+                (row,) = lanes.load(entries, lanes.minimum(flat // chunks, lanes.constant(slots - 1)))
+                work.append((flat, row))
+            moved = []
+            for flat, row in work:
+                wanted = (flat < wanted_chunks) & (row < source_rows)  # unsigned: -1 is far outside
+                place = lanes.wide(row) * row_words + lanes.wide(flat % chunks) * _WORDS
+                moved.append((flat, lanes.load(source, place, _WORDS, where=wanted, hint=hint), wanted))
+            for flat, words, wanted in moved:
+                lanes.store(target, flat * _WORDS, words, where=wanted)
+            return ()
+
+        # Empty tiles are not walked over: a pool has room for the longest row, and a shorter one leaves most of it.
+        # `turn` is the block whose turn it is, so that all get as many tiles, however few a list has.
+        tiles = (wanted_chunks + (per_tile - 1)) // per_tile
+        mine = (lanes.block + blocks - turn) % blocks
+        lanes.loop(mine, tiles, lanes.constant(blocks), (), tile)
+        return ((turn + tiles) % blocks,)
+
+    zero, one = lanes.constant(0), lanes.constant(1)
+    lanes.loop(zero, lanes.constant(sources * lists_per_layer), one, (zero,), one_list)

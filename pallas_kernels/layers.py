@@ -26,6 +26,7 @@ def gather_layers(
     pool: jax.Array,
     first: jax.Array | None = None,
     *,
+    used: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """:func:`~pallas_kernels.gather_rows.gather_rows` of K or V alone, with a source of one array per layer.
@@ -37,6 +38,8 @@ def gather_layers(
             sources, `first` says where.
         first: i32 scalar, the pool's layer that the first source fills; the others follow. None: the pool has one layer
             for each source.
+        used: i32[L, B, K], not negative: where each list's entries end. Slots from there on are left as they were,
+            whatever the list says, and cost nothing. None: all P are looked at.
         implementation: ``"xla"``, ``"mosaic_gpu"`` or None.
 
     Raises:
@@ -49,16 +52,25 @@ def gather_layers(
         raise ValueError(
             f"indices must be i32{[*shape, 'P']} with P <= {pool.shape[-2]}, got {indices.dtype}{list(indices.shape)}"
         )
+    if used is not None and (used.dtype != jnp.int32 or used.shape != shape):
+        raise ValueError(f"used must be i32{[*shape]}, got {used.dtype}{list(used.shape)}")
     if not sources:
         return pool
     chosen = dispatch.select(implementation, lambda: dispatch.gather_rows_missing(sources[0]))
-    return dispatch.run(chosen, gather_kernel.gather_layers, _plain_gather, tuple(sources), indices, pool, first)
+    return dispatch.run(chosen, gather_kernel.gather_layers, _plain_gather, tuple(sources), indices, pool, first, used)
 
 
 def _plain_gather(
-    sources: Sequence[jax.Array], indices: jax.Array, pool: jax.Array, first: jax.Array | None
+    sources: Sequence[jax.Array],
+    indices: jax.Array,
+    pool: jax.Array,
+    first: jax.Array | None,
+    used: jax.Array | None,
 ) -> jax.Array:
     """Layer by layer, so that a source in host memory passes through the device one layer at a time."""
+    if used is not None:
+        slot = jax.lax.broadcasted_iota(jnp.int32, indices.shape, 3)
+        indices = jnp.where(slot < used[..., None], indices, -1)
     for i, source in enumerate(sources):
         layer = i if first is None else first + i
         source = host_memory.copy_to_device(source)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels import gather_kernel
 from pallas_kernels.gather_rows import GatherConfig, gather_rows, scatter_rows, write_block
+from pallas_kernels.layers import gather_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +83,44 @@ def test_host_and_device_sources_fill_identical_pools_at_every_cut(memory):
             config=GatherConfig(blocks=blocks, threads=threads, unroll=unroll),
         )
         np.testing.assert_array_equal(bits(got[0]), bits(want[0]))
+
+
+@pytest.mark.parametrize(("batch", "heads", "slots", "dim"), [(5, 3, 1777, 128), (1, 1, 4096, 64), (8, 2, 515, 96)])
+def test_layers_are_gathered_as_far_as_their_lists_are_used(batch, heads, slots, dim):
+    """Rows of very different lengths, some lists empty, and entries behind the ends, which must not be copied."""
+    rng = np.random.default_rng(dim)
+    layers = [random(rng, 1, batch, heads, 2 * slots + 1, dim) for _ in range(L)]
+    indices = rng.integers(-1, 2 * slots + 1, (L, batch, heads, slots)).astype(np.int32)
+    most = np.array([slots, 17, 0, slots // 3, 1, slots - 1, 100, 513])[:batch, None]
+    used = np.minimum(rng.integers(0, slots + 1, (L, batch, heads)), most)
+    used[0] = most
+    pool = random(rng, L + 1, batch, heads, slots + 40, dim)
+    want = np.array(pool)
+    for place in np.ndindex(L, batch, heads):
+        rows = indices[place][: used[place]]
+        there = np.flatnonzero(rows >= 0)
+        want[place[0] + 1, place[1], place[2], there] = np.asarray(layers[place[0]])[0, place[1], place[2], rows[there]]
+    host = [in_memory(x, "pinned_host") for x in layers]
+    lists, ends = jnp.asarray(indices), jnp.asarray(used, jnp.int32)
+
+    @partial(jax.jit, donate_argnums=0)
+    def fill(pool, host, lists, ends):
+        return gather_layers(host, lists, pool, jnp.int32(1), used=ends, implementation="mosaic_gpu")
+
+    lowered = fill.lower(pool, host, lists, ends)
+    assert "gather_layers" in lowered.as_text()
+    got = lowered.compile()(pool + 0, host, lists, ends)
+    np.testing.assert_array_equal(bits(got), bits(want))
+    for blocks, threads, unroll in ((1, 128, 1), (5, 384, 8), (64, 1024, 2)):
+        config = GatherConfig(blocks=blocks, threads=threads, unroll=unroll)
+        cut = jax.jit(partial(gather_kernel.gather_layers, config=config))
+        np.testing.assert_array_equal(bits(cut(host, lists, pool, jnp.int32(1), ends)), bits(want))
+    beyond = jnp.asarray(np.where(np.arange(slots) < used[..., None], indices, -1))
+    for other, end in ((lists, ends), (beyond, None)):
+        plain = gather_layers(layers, other, pool, jnp.int32(1), used=end, implementation="xla")
+        np.testing.assert_array_equal(bits(plain), bits(want))
+    without = gather_layers(host, beyond, pool, jnp.int32(1), implementation="mosaic_gpu")
+    np.testing.assert_array_equal(bits(without), bits(want))
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
