@@ -24,7 +24,7 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, implementation: str | None = No
     Rounding S summands costs about what rounding their sum does: each is smaller by the square root of S.
 
     How many there are depends on the shapes, the implementation and `config` (`stream_matmul_mosaic.MatmulConfig`,
-    above 128 tokens `stream_matmul_wide.WideConfig`), and never on values: the same program gives the same bits.
+    above 64 tokens `stream_matmul_wide.WideConfig`), and never on values: the same program gives the same bits.
 
     Raises:
       ValueError: shapes that do not fit.
@@ -52,7 +52,8 @@ def _run(x: jax.Array, w: jax.Array, plain: Any, implementation: str | None, con
     # Mosaic GPU is imported only where a kernel is built.
     from pallas_kernels import stream_matmul_mosaic, stream_matmul_wide
 
-    module: Any = stream_matmul_wide if x.shape[0] > 128 else stream_matmul_mosaic
+    few = x.shape[0] <= stream_matmul_mosaic.MOST_TOKENS
+    module: Any = stream_matmul_mosaic if few else stream_matmul_wide
     gated = w.ndim == 3
     if config is None:
         config = module.make_config(x.shape[0], w.shape[0], w.shape[-1], gated)

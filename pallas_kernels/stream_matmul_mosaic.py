@@ -1,8 +1,9 @@
-"""The skinny matmul of `stream_matmul` as a Mosaic GPU kernel for Hopper. Design and figures: docs/kernels-matmul.md.
+"""The matmul of `stream_matmul` for up to 64 tokens, as a Mosaic GPU kernel for Hopper. Design: docs/kernels-matmul.md.
 
 A program computes all tokens against `128 * column_groups` columns, over one share of the contracted axis: a warpgroup
 that only issues TMA copies feeds a ring of weight and token tiles in shared memory; each compute warpgroup multiplies
-64 tokens with 128 of the columns. Weights pass through once, in the layout they are stored in.
+the tokens with 128 of the columns. Weights pass through once, in the layout they are stored in. With more tokens
+`stream_matmul_wide` is faster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ KERNEL_NAME = "stream_matmul"
 GATED_KERNEL_NAME = "stream_matmul_gated"
 
 DEPTH = 64  # entries of the contracted axis per step: one swizzled row of 16-bit tokens
+MOST_TOKENS = 64
 COLUMNS = 128  # columns per compute warpgroup: 64 registers of accumulators per thread
 MAX_SPLITS = 12
 
@@ -40,47 +42,48 @@ class MatmulConfig:
     stages: int
 
 
-def smem_bytes(tokens: int, config: MatmulConfig) -> int:
+def smem_bytes(config: MatmulConfig) -> int:
     """Shared memory of a program."""
-    token_tiles = -(-tokens // 64)
-    return config.stages * DEPTH * 2 * (COLUMNS * config.column_groups + 64 * token_tiles) + SMEM_RESERVED
+    return config.stages * DEPTH * 2 * (COLUMNS * config.column_groups + MOST_TOKENS) + SMEM_RESERVED
 
 
 def make_config(tokens: int, depth: int, columns: int, gated: bool) -> MatmulConfig:
     """What was fastest on an H200, see docs/kernels-matmul.md; `columns` of the result."""
+    del tokens  # a tile has room for 64, and costs the same with fewer
     groups = columns // (COLUMNS // 2 if gated else COLUMNS)
-    few = tokens <= 64
     if gated:
         # Few programs with wide tiles read the tokens less often, and half the multiprocessors saturate the memory.
-        fits = [c for c in ((3, 2) if few else (2,)) if -(-groups // c) >= PROCESSORS * 0.45]
-        return MatmulConfig(fits[0], 1, 3 if fits[0] == 3 else 4) if fits else MatmulConfig(1, 1, 4 if few else 6)
+        fits = [c for c in (3, 2) if -(-groups // c) >= PROCESSORS * 0.45]
+        return MatmulConfig(fits[0], 1, 3 if fits[0] == 3 else 4) if fits else MatmulConfig(1, 1, 4)
     splits = max(1, PROCESSORS // groups)
-    if few and groups * splits < 0.9 * PROCESSORS:
+    if groups * splits < 0.9 * PROCESSORS:
         splits = max(1, 2 * PROCESSORS // groups)  # two programs share a multiprocessor
-    return MatmulConfig(1, min(splits, MAX_SPLITS, depth // DEPTH), 4 if few else 6)
+    return MatmulConfig(1, min(splits, MAX_SPLITS, depth // DEPTH), 4)
 
 
 def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | None = None) -> jax.Array:
-    """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`.
+    """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`. T up to 64.
 
-    Raises ValueError for a config that does not fit shared memory or has fewer than two stages.
+    Raises ValueError for more tokens and for a config that does not fit shared memory or has fewer than two stages.
     """
     tokens, depth = x.shape
     columns = w.shape[-1]
     if config is None:
         config = make_config(tokens, depth, columns, gated)
-    if config.stages < 2 or smem_bytes(tokens, config) > SMEM_LIMIT or (gated and config.splits > 1):
-        raise ValueError(f"{config} takes {smem_bytes(tokens, config)} bytes of {SMEM_LIMIT} for {tokens} tokens")
+    if config.stages < 2 or smem_bytes(config) > SMEM_LIMIT or (gated and config.splits > 1):
+        raise ValueError(
+            f"{config} takes {smem_bytes(config)} bytes of {SMEM_LIMIT}, and needs 2 stages, and 1 split if gated"
+        )
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"the skinny matmul takes up to {MOST_TOKENS} tokens, not {tokens}: stream_matmul_wide does")
     c, splits, stages = config.column_groups, config.splits, config.stages
     width = COLUMNS // 2 if gated else COLUMNS
     groups = columns // width
     steps = depth // DEPTH
-    token_tiles = -(-tokens // 64)
-    warpgroups = token_tiles * c
     halves = 2 if gated else 1
     w = w.reshape(depth, halves * columns)
 
-    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free, done):
+    def body(x_ref, w_ref, out_ref, *, x_smem, w_smem, ready, free):
         first_group = lax.axis_index("columns") * c
         split = lax.axis_index("split")
         wg = lax.axis_index("wg")
@@ -90,16 +93,16 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
             # Past the end a group computes the last one again, and drops it.
             return jnp.minimum(first_group + group, groups - 1) * width
 
-        @pl.when(wg < warpgroups)
+        @pl.when(wg < c)
         def _compute():
-            tile, group = lax.div(wg, c), lax.rem(wg, c)
+            group = wg
 
             def accumulate(*accumulators):
                 def step(index, _):
                     slot = lax.rem(index - first, stages)
                     plgpu.barrier_wait(ready.at[slot])
                     for half, acc in enumerate(accumulators):
-                        plgpu.wgmma(acc, x_smem.at[slot, tile], w_smem.at[slot, group, half])
+                        plgpu.wgmma(acc, x_smem.at[slot], w_smem.at[slot, group, half])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
 
@@ -112,25 +115,18 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
                 values = gate / (1 + jnp.exp(-gate)) * up
             else:
                 [values] = sums
-            if token_tiles > 1:
-                # The tile that stages the result must be one that the other token tile's warpgroup has read, too.
-                plgpu.barrier_arrive(done)
-                plgpu.barrier_wait(done)
-            staged = w_smem.at[tile, group, 0]
+            staged = w_smem.at[0, group, 0]  # nobody else reads it, and all that was asked for has come
             staged[...] = values.astype(x.dtype)
             plgpu.commit_smem()
-            where = pl.ds(column(group), width)
-            for number in range(token_tiles):
 
-                def store(number=number):
-                    rows = min(64, tokens - number * 64)
-                    to = out_ref if gated else out_ref.at[split]
-                    plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, rows)], to.at[pl.ds(number * 64, rows), where])
+            @pl.when(first_group + group < groups)
+            def _store():
+                to = out_ref if gated else out_ref.at[split]
+                plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, tokens)], to.at[:, pl.ds(column(group), width)])
 
-                pl.when((tile == number) & (first_group + group < groups))(store)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written ends with the kernel
 
-        @pl.when(wg == warpgroups)
+        @pl.when(wg == c)
         def _copy():
 
             def load(index, wait):
@@ -138,13 +134,7 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
                 if wait:
                     plgpu.barrier_wait(free.at[slot])
                 entries = pl.ds(index * DEPTH, DEPTH)
-                for tile in range(token_tiles):
-                    rows = min(64, tokens - tile * 64)
-                    plgpu.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(tile * 64, rows), entries],
-                        x_smem.at[slot, tile, pl.ds(0, rows)],
-                        ready.at[slot],
-                    )
+                plgpu.copy_gmem_to_smem(x_ref.at[:, entries], x_smem.at[slot, pl.ds(0, tokens)], ready.at[slot])
                 for group in range(c):
                     for half in range(halves):
                         plgpu.copy_gmem_to_smem(
@@ -168,14 +158,13 @@ def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: MatmulConfig | No
         out_type=out,
         grid=(-(-groups // c), splits),
         grid_names=("columns", "split"),
-        num_threads=warpgroups + 1,
+        num_threads=c + 1,
         thread_name="wg",
         scratch_types={
-            "x_smem": plgpu.SMEM((stages, token_tiles, 64, DEPTH), x.dtype, transforms=transforms),
+            "x_smem": plgpu.SMEM((stages, MOST_TOKENS, DEPTH), x.dtype, transforms=transforms),
             "w_smem": plgpu.SMEM((stages, c, halves, DEPTH, width), w.dtype, transforms=transforms),
-            "ready": plgpu.Barrier(num_arrivals=token_tiles + c * halves, num_barriers=stages),
-            "done": plgpu.Barrier(num_arrivals=warpgroups),
-            "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "ready": plgpu.Barrier(num_arrivals=1 + c * halves, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=c, num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=GATED_KERNEL_NAME if gated else KERNEL_NAME,

@@ -1,14 +1,16 @@
-"""The matmul of `stream_matmul` for 129 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
+"""The matmul of `stream_matmul` for 65 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
 
-With so many tokens the tensor cores take longer than the memory does. So a program has a tile as large as the registers
-hold, all tokens against 128 or 192 columns or 128 of them against up to 320, and there are as many programs as
-multiprocessors: each warpgroup keeps half of the tokens' accumulators and goes through the contracted axis, fed by one
-that only issues TMA copies. Weights come from memory once: two programs that share columns run side by side.
+With so many tokens the tensor cores take about as long as the memory does, or longer. So a program has a tile as large
+as the registers hold, up to 128 tokens against up to 320 columns or all 256 against 128 or 192, and there are no more
+programs than multiprocessors: each warpgroup keeps half of the tokens' accumulators and goes through the contracted
+axis, fed by one that only issues TMA copies. Weights come from memory once: two programs that share columns run side by
+side.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,7 +36,7 @@ class WideConfig:
         columns: of the weights per program, one of COLUMNS[rows] (gated: half of them gate).
         splits: programs that share a column's contracted axis; each leaves a partial sum. 1 if gated.
         stages: tiles in flight per program.
-        rows: tokens per program, one of COLUMNS. 128 go with 256 tokens only.
+        rows: tokens per program, one of COLUMNS: 128 of up to 128 or of 256, else 256.
     """
 
     columns: int
@@ -55,30 +57,57 @@ def smem_bytes(tokens: int, config: WideConfig) -> int:
 
 def make_config(tokens: int, depth: int, columns: int, gated: bool) -> WideConfig:
     """The cut that is expected to finish soonest; `columns` of the result. Figures: docs/kernels-matmul.md."""
-    steps = depth // DEPTH
-
-    def cost(config: WideConfig) -> float:
-        """Microseconds on an H200, fitted to 64 cuts of 16 products, and those of reading partial sums again."""
-        rows, width = min(config.rows, padded(tokens)), config.columns // 2 if gated else config.columns
-        programs = -(-columns // width) * -(-tokens // config.rows) * config.splits
-        # A step takes as many cycles as the tensor cores need, or reading shared memory for them (64 tokens and one
-        # half's columns for each matmul of 16 entries) and writing it, or copies of so many rows of swizzled tiles.
-        flops = rows * config.columns * DEPTH / 2048
-        nbytes = 2 * DEPTH * (rows + config.columns) + rows // 64 * (1 + gated) * 2 * DEPTH * (64 + width)
-        copied = DEPTH * (rows + config.columns) / _piece(width)
-        cycles = max(1.2 * flops, nbytes / 128, 1.9 * copied)
-        waves = -(-programs // PROCESSORS)
-        return waves * (3 + -(-steps // config.splits) * cycles / 1900) + config.splits * tokens * columns / 1.3e6
-
+    estimate = _many_tokens if tokens > 128 else _few_tokens
     configs = [
         WideConfig(width, splits, stages, rows)
-        for rows in ((128, MOST_TOKENS) if tokens == MOST_TOKENS else (MOST_TOKENS,))
+        for rows in _rows(tokens)
         for width in COLUMNS[rows]
-        for splits in range(1, 1 + (1 if gated else min(MAX_SPLITS, steps)))
+        for splits in range(1, 1 + (1 if gated else min(MAX_SPLITS, depth // DEPTH)))
         for stages in (6, 5, 4)
         if width <= (2 * columns if gated else min(columns, 256))
     ]
-    return min((config for config in configs if smem_bytes(tokens, config) <= SMEM_LIMIT), key=cost)
+    return min(
+        (config for config in configs if smem_bytes(tokens, config) <= SMEM_LIMIT),
+        key=functools.partial(estimate, tokens, depth, columns, gated),
+    )
+
+
+def _many_tokens(tokens: int, depth: int, columns: int, gated: bool, config: WideConfig) -> float:
+    """Microseconds on an H200, fitted to 64 cuts of 16 products, and those of reading partial sums again."""
+    rows, width = min(config.rows, padded(tokens)), config.columns // 2 if gated else config.columns
+    programs = -(-columns // width) * -(-tokens // config.rows) * config.splits
+    # A step takes as many cycles as the tensor cores need, or reading shared memory for them (64 tokens and one
+    # half's columns for each matmul of 16 entries) and writing it, or copies of so many rows of swizzled tiles.
+    flops = rows * config.columns * DEPTH / 2048
+    nbytes = 2 * DEPTH * (rows + config.columns) + rows // 64 * (1 + gated) * 2 * DEPTH * (64 + width)
+    copied = DEPTH * (rows + config.columns) / _piece(width)
+    cycles = max(1.2 * flops, nbytes / 128, 1.9 * copied)
+    waves = -(-programs // PROCESSORS)
+    steps = -(-(depth // DEPTH) // config.splits)
+    return waves * (3 + steps * cycles / 1900) + config.splits * tokens * columns / 1.3e6
+
+
+def _few_tokens(tokens: int, depth: int, columns: int, gated: bool, config: WideConfig) -> float:
+    """The same, fitted to 87 cuts of 16 products with 128 tokens, where the memory takes as long as the tensor cores.
+
+    Programs that run at once share the memory, which is slower for the rows of 64 bytes of a narrower swizzle; those of
+    a last wave that is not full have it to themselves, and then take as long as one program's steps.
+    """
+    width = config.columns // 2 if gated else config.columns
+    groups = -(-columns // width)
+    memory = 2 * depth * columns * (1 + gated) * (1 if _piece(width) == 64 else 1.21) / 4.2e6
+    steps = -(-(depth // DEPTH) // config.splits) * 1.2 * 128 * config.columns * DEPTH / 2048 / 1900
+    waves, rest = divmod(groups * config.splits, PROCESSORS)
+    share = memory / (groups * config.splits)
+    taken = waves * max(steps, share * PROCESSORS) + (max(steps, share * rest) if rest else 0)
+    return taken + 1 + 2 * (waves + (rest > 0)) + config.splits * tokens * columns / (1.3e6 if gated else 0.9e6)
+
+
+def _rows(tokens: int) -> tuple[int, ...]:
+    """Tokens that a program may have: all of them, or whole halves."""
+    if tokens <= 128:
+        return (128,)
+    return (128, MOST_TOKENS) if tokens == MOST_TOKENS else (MOST_TOKENS,)
 
 
 def _piece(width: int) -> int:
@@ -87,7 +116,7 @@ def _piece(width: int) -> int:
 
 
 def matmul(x: jax.Array, w: jax.Array, *, gated: bool, config: WideConfig | None = None) -> jax.Array:
-    """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`. T from 129 to 256.
+    """`x [T, E] @ w [E, F]` as partial sums `[S, T, F]`; gated, w is `[E, 2, F]` and this `[T, F]`. T from 65 to 256.
 
     Raises ValueError for a config that does not fit the problem or shared memory.
     """
@@ -226,10 +255,10 @@ def _check(config: WideConfig, tokens: int, steps: int, columns: int, width: int
         raise ValueError(f"a program has {allowed} columns, and no more than there are: not {config} for {columns}")
     if not 1 <= config.splits <= (1 if gated else steps):
         raise ValueError(f"a gated product has 1 split, any other from 1 to {steps}, its steps: not {config.splits}")
-    if not 128 < tokens <= MOST_TOKENS or tokens % 8:
-        raise ValueError(f"the wide matmul takes a multiple of 8 tokens from 129 to {MOST_TOKENS}, not {tokens}")
-    if config.rows < MOST_TOKENS and tokens < MOST_TOKENS:
-        raise ValueError(f"programs of {config.rows} tokens are for {MOST_TOKENS} of them, not for {tokens}")
+    if not 64 < tokens <= MOST_TOKENS or tokens % 8:
+        raise ValueError(f"the wide matmul takes a multiple of 8 tokens from 65 to {MOST_TOKENS}, not {tokens}")
+    if config.rows not in _rows(tokens):
+        raise ValueError(f"a program computes {_rows(tokens)} of {tokens} tokens, not {config.rows}")
     least = max(2, -(-width // 64))  # the result, 64 columns in each, lies in them before it leaves
     if config.stages < least or smem_bytes(tokens, config) > SMEM_LIMIT:
         raise ValueError(

@@ -53,25 +53,27 @@ def test_matmuls(tokens: int, depth: int, columns: int, dtype: str) -> None:
         assert rms_error(gated, jax.nn.silu(halves[:, 0]) * halves[:, 1]) < tolerance
 
 
-# Programs of 128 of 256 tokens; columns that the last program shares with the one before; uneven shares of the steps.
+# Programs of 128 tokens, where there are as many, fewer or twice as many; columns that the last program shares with the
+# one before; uneven shares of the steps.
+@pytest.mark.parametrize("tokens", [72, 128, 256])
 @pytest.mark.parametrize("columns", [128, 192, 256, 320])
-def test_matmuls_by_half_of_the_tokens(columns: int) -> None:
+def test_matmuls_in_programs_of_128_tokens(columns: int, tokens: int) -> None:
     from pallas_kernels.stream_matmul_wide import WideConfig
 
-    x, w = arrays(columns, (256, 1088), (1088, 1152), scale=1088**-0.25)
+    x, w = arrays(columns, (tokens, 1088), (1088, 1152), scale=1088**-0.25)
     wanted = jnp.einsum("te,ef->tf", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
     tolerance = 4 * float(jnp.finfo(jnp.bfloat16).eps)
     if columns <= 256:
         config = WideConfig(columns, 3, 4, 128)
         run = jax.jit(lambda x, w: stream_matmul(x, w, implementation="mosaic_gpu", config=config))
         got = run(x, w)
-        assert got.shape == (3, 256, 1152)
+        assert got.shape == (3, tokens, 1152)
         assert rms_error(jnp.sum(got.astype(jnp.float32), axis=0), wanted) < tolerance
         assert_same(got, run(x, w))
     config = WideConfig(columns, 1, 4, 128)
     gates = w.reshape(1088, 2, 576)
     gated = jax.jit(lambda x, w: gated_matmul(x, w, implementation="mosaic_gpu", config=config))(x, gates)
-    halves = wanted.reshape(256, 2, 576)
+    halves = wanted.reshape(tokens, 2, 576)
     assert rms_error(gated, jax.nn.silu(halves[:, 0]) * halves[:, 1]) < tolerance
 
 

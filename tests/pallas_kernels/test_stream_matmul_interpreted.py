@@ -24,10 +24,10 @@ def kernel():
         yield stream_matmul_mosaic
 
 
-# Tokens that fill neither their tile nor the second one; columns that do not fill the last program; splits of unequal
-# length and more steps than stages.
+# Tokens that do not fill their tile, and that do; columns that do not fill the last program; splits of unequal length
+# and more steps than stages.
 @pytest.mark.parametrize(
-    ("tokens", "depth", "columns", "config"), [(24, 320, 384, (2, 2, 2)), (72, 128, 128, (1, 1, 3))]
+    ("tokens", "depth", "columns", "config"), [(24, 320, 384, (2, 2, 2)), (64, 128, 128, (1, 1, 3))]
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernel_in_the_interpreter(kernel, tokens, depth, columns, config, gated):
@@ -37,11 +37,15 @@ def test_kernel_in_the_interpreter(kernel, tokens, depth, columns, config, gated
     check(kernel, tokens, depth, columns, config, gated)
 
 
-# More than 128 tokens: of the second warpgroup one tile or two; columns that the last program shares with the one
-# before; halves of 96 columns. Programs of 128 of the tokens, with more columns.
+# More than 64 tokens: few and all of the second warpgroup's; with more than 128, one tile of it or two. Columns that
+# the last program shares with the one before; halves of 96 and 160 columns. Programs of 128 of 256 tokens.
 @pytest.mark.parametrize(
     ("tokens", "depth", "columns", "config", "gated"),
     [
+        (72, 320, 320, (192, 2, 3, 128), False),
+        (72, 192, 192, (320, 1, 4, 128), True),
+        (128, 128, 128, (128, 1, 2, 128), False),
+        (120, 192, 160, (192, 1, 2, 128), True),
         (136, 320, 320, (192, 2, 3), False),
         (136, 192, 160, (192, 1, 2), True),
         (256, 192, 256, (128, 1, 3), False),
