@@ -27,7 +27,7 @@ from herald_jax.cache import DeviceKV
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
-from herald_jax.host_select import host_views
+from herald_jax.host_scores import host_views
 from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.model import Params
 from herald_jax.pooled import PooledKV, pool_slots

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_select, offload, select, sharding
+from herald_jax import device_index, draft_moment, host_kv, host_prefill, host_scores, offload, select, sharding
 from herald_jax.denoise import Policy, Sampling
 from herald_jax.device_index import QuantisedKeys
 from herald_jax.errors import GenerationError
@@ -197,7 +197,7 @@ class Pipeline:
         if self._indexed < self._layers:
             scan = self._scanner.submit(queries[self._indexed :], self._host.k[self._indexed :], prefix)
             scores, page = scan.parts[0].result().scores, select.scored_page(self._plan)
-            scored += host_select.weigh(scores, prefix, reduce=self._plan.reduce, page=page)
+            scored += host_scores.weigh(scores, prefix, reduce=self._plan.reduce, page=page)
         held = self._fill(rows, self._held, scored, prefix, first=0)
         return rows, functools.partial(self._turn, held=held, prefix=prefix)
 
@@ -276,7 +276,7 @@ class Pipeline:
         scored = self._index_scores(queries, prefix)
         idle = _Idle()
         if len(parts) == 1:
-            moved, config = host_select.score_bytes(queries, self._host.k[layers]), self._options.config
+            moved, config = host_scores.score_bytes(queries, self._host.k[layers]), self._options.config
             lengths = self._lengths + self.stats.blocks * config.diffusion.block_length
             selected = draft_moment.selected_bytes(lengths, self._layers, self._plan, config)
             early, left = draft_moment.left_for_transfers(selected, moved, policy, config)
@@ -293,7 +293,7 @@ class Pipeline:
             scanned = future.result()
             seconds += scanned.seconds
             self.stats.scan_bytes += scanned.nbytes
-            scored += host_select.weigh(
+            scored += host_scores.weigh(
                 scanned.scores, prefix, reduce=self._plan.reduce, page=select.scored_page(self._plan)
             )
             if len(parts) == 1:

@@ -14,24 +14,19 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import queue
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 from herald_jax.errors import GenerationError
 from herald_jax.host_scan import scan
-from pallas_kernels import page_sums
-from pallas_kernels.index_scores import softmax_over_prefix
+from herald_jax.host_scores import Scan, Sent, Stage, host_view
 
 # Threads that call, and calls that each has under way: some compute while others' scores are put in place.
 _CALLERS, _AHEAD = 6, 2
@@ -41,45 +36,10 @@ _CALL = 160 << 20
 _FORESIGHT = 512
 # Arrays over keys' memory that a scanner keeps: as many as there are layers, as long as the cache stays in its place.
 _KEPT = 1024
-# Share of the layers whose scores are on their way when a scan is nearly over.
-_NEARLY = 0.8
-
-
-@functools.partial(jax.jit, static_argnames=("reduce", "page"))
-def weigh(scores: tuple[jax.Array, ...], lengths: jax.Array, *, reduce: str, page: int = 1) -> tuple[jax.Array, ...]:
-    """Importance of each layer from its scores `[B, K, R, N]` and i32[B] prefix lengths, on the device.
-
-    f32[B, K, ceil(N / page)]: a page's entries share a number, the sum of theirs.
-    """
-    inside = lengths.reshape(-1, 1, 1, 1)
-    found = tuple(softmax_over_prefix(x.astype(jnp.float32), inside, reduce) for x in scores)
-    return found if page == 1 else tuple(page_sums(x, page, lengths) for x in found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scanned:
-    """Scores `[B, K, R, N]` of each layer of a part, on their way to the device, and the bytes of K read for them.
-
-    `seconds` are from the queries' arrival, or the part before, until all scores are in host memory. They may be on the
-    device much later: a transfer waits for the programs that had been launched when it was asked for.
-    """
-
-    scores: tuple[jax.Array, ...]
-    seconds: float
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """A scan that has been asked for.
-
-    Attributes:
-      nearly: is over when most of the scores have been sent to the device, or the scan has ended, whatever its end.
-      parts: what comes of each part of its layers, one after the other, or the error that ended the scan.
-    """
-
-    nearly: concurrent.futures.Future[None]
-    parts: tuple[concurrent.futures.Future[Scanned], ...]
+# Transfers of a scan's scores to the device, unless it has more parts. They wait for what the device does before them,
+# and with one for each of 36 layers `cuLaunchHostFunc`, which XLA calls with each, waited too: in the driver and with
+# its lock, so that no program could be launched until the device had come to them (docs/herald.md).
+_TRANSFERS = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,38 +88,6 @@ class _Run:
         self.end()
 
 
-class _Sent:
-    """The scores of one scan that are on their way to the device.
-
-    Attributes:
-      scores: those of each layer, None before they are.
-      nbytes: of K, for each layer.
-    """
-
-    def __init__(self, scan: Scan, stages: list[_Stage]) -> None:
-        self._scan, self._stages = scan, stages
-        self.scores: list[jax.Array | None] = [None] * len(stages)
-        self.nbytes = [0] * len(stages)
-        self._delivered = 0
-        self._since = time.perf_counter()
-
-    def send(self, layer: int) -> Iterator[tuple[list[_Stage], tuple[jax.Array, ...]]]:
-        """Send one layer's. Yields the stages and scores of each part that is handed out now."""
-        self.scores[layer] = self._stages[layer].send()
-        if sum(x is not None for x in self.scores) >= _NEARLY * len(self.scores) and not self._scan.nearly.done():
-            self._scan.nearly.set_result(None)
-        size = len(self._stages) // len(self._scan.parts)
-        while self._delivered < len(self._scan.parts):
-            part = slice(self._delivered * size, (self._delivered + 1) * size)
-            scores = tuple(x for x in self.scores[part] if x is not None)
-            if len(scores) < size:
-                return
-            now = time.perf_counter()
-            self._scan.parts[self._delivered].set_result(Scanned(scores, now - self._since, sum(self.nbytes[part])))
-            self._delivered, self._since = self._delivered + 1, now
-            yield self._stages[part], scores
-
-
 class Scanner:
     """Threads that have JAX's CPU backend scan and put the scores in place, and one that sends them to the device.
 
@@ -179,7 +107,7 @@ class Scanner:
                 f"selection on the CPU needs JAX's CPU backend beside the GPU's, which is not there ({error}); leave "
                 "JAX_PLATFORMS unset or name both, as in JAX_PLATFORMS=cuda,cpu"
             ) from None
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
         self._keys: dict[Any, jax.Array] = {}
         self._number = functools.cache(lambda x: jax.device_put(np.int32(x), self._cpu))
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
@@ -204,25 +132,37 @@ class Scanner:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _scan(self, scan: Scan, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> None:
-        stages = [self._staging(k, queries.shape[-2]) for k in keys]
+        size = len(keys) // len(scan.parts)
+        together = -(-size // max(_TRANSFERS // len(scan.parts), 1))
+        stages = [
+            [
+                self._staging(keys[0], queries.shape[-2], min(together, part + size - first))
+                for first in range(part, part + size, together)
+            ]
+            for part in range(0, len(keys), size)
+        ]
         places = self._in_place(keys)
         asked, rows = _shards(queries), _shards(lengths)  # waits for the draft
-        sent = _Sent(scan, stages)
+        sent = Sent(scan, stages)
         on_cpu = {x: jax.device_put(q.reshape(len(keys), -1, *q.shape[3:]), self._cpu) for x, q in asked.items()}
         run = _Run()
         callers = [self._callers.submit(self._call, run) for _ in range(_CALLERS)]
         left = [0] * len(keys)
+        empty = []
         try:
-            for layer, (stage, place) in enumerate(zip(stages, places, strict=True)):
+            for layer, place in enumerate(places):
+                views = sent.views(layer)
                 for device, k in place.items():
                     sent.nbytes[layer] += int(rows[device].sum()) * k.nbytes // (len(rows[device]) * k.shape[1])
-                    parts = _parts(layer, on_cpu[device], k, rows[device], stage.views[device])
+                    parts = _parts(layer, on_cpu[device], k, rows[device], views[device])
                     left[layer] += len(parts)
                     for part in parts:
                         self._program(part, part.reach).result()
                         run.todo.put(part)
                         if part.next_reach:
                             self._program(part, part.next_reach)
+                if not left[layer]:  # rows without any entry
+                    empty.append(layer)
             run.end()
             working = _CALLERS
             while working:
@@ -238,13 +178,12 @@ class Scanner:
             concurrent.futures.wait(callers)
         for caller in callers:
             caller.result()
-        for layer, scores in enumerate(sent.scores):
-            if scores is None:  # of rows without any entry
-                self._deliver(sent, layer)
+        for layer in empty:
+            self._deliver(sent, layer)
 
-    def _deliver(self, sent: _Sent, layer: int) -> None:
-        """Send a layer's scores, and hand out what has been sent if a part is complete."""
-        for stages, scores in sent.send(layer):
+    def _deliver(self, sent: Sent, layer: int) -> None:
+        """A layer's scores are in place: send what is complete, and hand out each part that is."""
+        for stages, scores in sent.done(layer):
             self._watch.submit(_free, stages, scores)
 
     def _call(self, run: _Run) -> None:
@@ -288,12 +227,12 @@ class Scanner:
             self._programs[key] = self._compiler.submit(lambda: lowered().compile())
         return self._programs[key]
 
-    def _staging(self, k: jax.Array, queries: int) -> _Stage:
-        """Where one layer's scores wait for their transfer. Made once and used again when that is over."""
-        like = k.shape, k.dtype, k.sharding, queries
+    def _staging(self, k: jax.Array, queries: int, layers: int) -> Stage:
+        """Where some layers' scores wait for their transfer. Made once and used again when that is over."""
+        like = k.shape, k.dtype, k.sharding, queries, layers
         stage = next((stage for stage in self._stages if stage.like == like and not stage.busy), None)
         if stage is None:
-            stage = _Stage(k, queries)
+            stage = Stage(k, queries, layers)
             self._stages.append(stage)
         stage.busy = True
         return stage
@@ -312,7 +251,7 @@ class Scanner:
             for shard in k.addressable_shards:
                 memory = shard.data.unsafe_buffer_pointer(), shard.data.shape, k.dtype
                 if memory not in self._keys:
-                    view = _view(shard.data).reshape(-1, *shard.data.shape[-2:])
+                    view = host_view(shard.data).reshape(-1, *shard.data.shape[-2:])
                     view = view.view(np.uint32) if k.dtype == jnp.bfloat16 else view
                     self._keys[memory] = jax.device_put(view, self._cpu)
                 place[shard.device] = self._keys[memory]
@@ -356,66 +295,8 @@ def _shards(x: jax.Array) -> dict[Any, np.ndarray]:
     return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
-def host_views(x: jax.Array) -> dict[Any, np.ndarray]:
-    """The parts of an array in host memory, by device, as writable NumPy arrays over the very same memory.
-
-    By address, not by `np.asarray`: that view would be kept by the array, which then could never be donated again. The
-    caller sees to it that nobody uses the views while a program changes the array, or the other way round.
-    """
-    jax.block_until_ready(x)
-    return {shard.device: _view(shard.data) for shard in x.addressable_shards}
-
-
-def _view(x: jax.Array) -> np.ndarray:
-    """The memory of an array on one device, which has to be ready."""
-    pointer = ctypes.cast(x.unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
-    flat = np.ctypeslib.as_array(pointer, shape=(x.nbytes,)) if x.nbytes else np.empty((0,), np.uint8)
-    return flat.view(x.dtype).reshape(x.shape)
-
-
-def _free(stages: list[_Stage], scores: tuple[jax.Array, ...]) -> None:
+def _free(stages: list[Stage], scores: tuple[jax.Array, ...]) -> None:
     """Wait until the `scores` have left the `stages`, which can be written to again then."""
     jax.block_until_ready(scores)
     for stage in stages:
         stage.busy = False
-
-
-def score_bytes(queries: jax.Array, keys: Sequence[jax.Array]) -> int:
-    """Bytes of the scores that a scan of `keys` with `queries` sends to the device, as `Scanner.submit` takes them."""
-    return sum(k.size // k.shape[-1] * queries.shape[-2] * _score_dtype(k).itemsize for k in keys)
-
-
-def _score_dtype(k: jax.Array) -> np.dtype[Any]:
-    return np.dtype(np.float32 if k.dtype == jnp.float32 else np.float16)
-
-
-class _Stage:
-    """Host memory for the scores `[B, K, R, N]` of one layer whose keys are `k`, and where they go from there.
-
-    On a GPU it is page-locked, because a transfer from pageable memory runs at a thirtieth of the speed (1.7 against 49
-    GB/s, docs/herald.md). JAX's arrays cannot be written by NumPy, so this writes to the buffer's address: only here,
-    only between transfers, and nothing ever computes on the array itself.
-
-    Attributes:
-      like: of what keys and how many queries it holds the scores.
-      busy: whether scores are being put here or sent from here.
-      views: the memory as writable NumPy arrays, by device.
-    """
-
-    def __init__(self, k: jax.Array, queries: int):
-        self.like = k.shape, k.dtype, k.sharding, queries
-        self.busy = False
-        _, batch, heads, slots, _ = k.shape
-        self._target: Any
-        if isinstance(k.sharding, NamedSharding):
-            spec = (*k.sharding.spec, *(None,) * 5)[:5]
-            self._target = NamedSharding(k.sharding.mesh, P(*spec[1:3], None, spec[3]))
-        else:
-            self._target = SingleDeviceSharding(next(iter(k.sharding.device_set)))
-        place = self._target.with_memory_kind(k.sharding.memory_kind)
-        self._array = jax.device_put(np.zeros((batch, heads, queries, slots), _score_dtype(k)), place)
-        self.views = host_views(self._array)
-
-    def send(self) -> jax.Array:
-        """The scores on their way to the device."""
-        return jax.device_put(self._array, self._target, may_alias=False)

@@ -31,7 +31,7 @@ from herald_jax.cache import DeviceKV
 from herald_jax.generate import _Run
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
-from herald_jax.host_select import host_views
+from herald_jax.host_scores import host_views
 from herald_jax.pooled import PooledKV
 from pallas_kernels import index_scores
 from pallas_kernels.layers import gather_layers, write_layers

@@ -25,6 +25,7 @@ from herald_jax import (
     draft_moment,
     host_kv,
     host_scan,
+    host_scores,
     host_select,
     offload,
     plans,
@@ -300,7 +301,7 @@ def test_quantised_keys_select_nearly_the_same():
     q = jax.random.normal(jax.random.key(4), (1, 2, 2, 3, 32), jnp.bfloat16) * 2
     lengths = jnp.array([256, 100], jnp.int32)
     scores = jnp.einsum("bknd,bkrd->bkrn", k[0], q[0], preferred_element_type=jnp.float32) / 32**0.5
-    (exact,) = host_select.weigh((scores,), lengths, reduce="mean")
+    (exact,) = host_scores.weigh((scores[None],), lengths, reduce="mean")
     exact = np.asarray(exact)
     for bits, wanted in ((8, 0.93), (4, 0.75)):
         keys = herald_jax.device_index.build(k, bits=bits, mesh=None)
@@ -325,7 +326,7 @@ def test_the_scan_scores_every_key_of_rows_of_any_length(dtype, tolerance):
     finally:
         scanner.close()
     assert scanned.nbytes == (1024 + 130) * 2 * 16 * k.dtype.itemsize
-    (importance,) = host_select.weigh(scanned.scores, lengths, reduce="max")
+    (importance,) = host_scores.weigh(scanned.scores, lengths, reduce="max")
     importance = np.asarray(importance)
     assert not importance[2].any()
     for row, length in ((0, 1024), (1, 130)):

@@ -99,11 +99,25 @@ def test_parts_are_handed_out_one_after_the_other(scanner):
     parts = [part.result(timeout=60) for part in scan.parts]
     assert scan.nearly.done()
     assert whole.result().nbytes == sum(part.nbytes for part in parts) == 4 * 84 * 2 * 16 * 2
-    scores = [x for part in parts for x in part.scores]
-    for layer, (alone, one) in enumerate(zip(scores, whole.result().scores, strict=True)):
+    scores = [x for part in parts for some in part.scores for x in some]
+    together = [x for some in whole.result().scores for x in some]
+    for layer, (alone, one) in enumerate(zip(scores, together, strict=True)):
         np.testing.assert_array_equal(alone, one)
         wanted = np.einsum("brd,bnd->brn", *(np.asarray(x[:, 1], np.float32) for x in (q[layer], k[layer][0]))) / 4
         np.testing.assert_allclose(np.asarray(alone)[:, 1], wanted, rtol=1e-3, atol=1e-3)
+
+
+# With one for each of 36 layers XLA waits, and every launch with it (docs/herald.md).
+@pytest.mark.parametrize(("layers", "parts", "together"), [(36, 1, [6] * 6), (7, 1, [2, 2, 2, 1]), (36, 12, [3] * 12)])
+def test_the_scores_of_several_layers_share_a_transfer(scanner, layers, parts, together):
+    k = [jax.random.normal(jax.random.key(i), (1, 1, 1, 32, 16), jnp.bfloat16) for i in range(layers)]
+    q = jax.random.normal(jax.random.key(99), (layers, 1, 1, 2, 16), jnp.bfloat16)
+    scan = scanner.submit(q, k, jnp.array([32], jnp.int32), parts=parts)
+    scores = [some for part in scan.parts for some in part.result(timeout=60).scores]
+    assert [len(some) for some in scores] == together
+    found = np.concatenate([np.asarray(some, np.float32) for some in scores])[:, 0, 0]
+    wanted = np.einsum("lrd,lnd->lrn", np.asarray(q[:, 0, 0], np.float32), np.stack([x[0, 0, 0] for x in k])) / 4
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_an_error_ends_every_part(scanner, monkeypatch):
