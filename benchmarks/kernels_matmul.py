@@ -25,7 +25,15 @@ from benchmarks.stopwatch import Measurement, Stopwatch
 from herald_jax.config import ModelConfig
 from pallas_kernels.stream_matmul import gated_matmul, stream_matmul
 
-CASES = [("sdar8b", 32), ("sdar8b", 128), ("sdar8b", 256), ("fdv2_7b", 32), ("fdv2_7b", 128), ("fdv2_1.5b", 32), ("fdv2_1.5b", 256)]
+CASES = [
+    ("sdar8b", 32),
+    ("sdar8b", 128),
+    ("sdar8b", 256),
+    ("fdv2_7b", 32),
+    ("fdv2_7b", 128),
+    ("fdv2_1.5b", 32),
+    ("fdv2_1.5b", 256),
+]
 TOLERANCE = 1e-2  # RMS, relative: both sides are rounded to bfloat16
 
 
