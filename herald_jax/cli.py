@@ -26,7 +26,7 @@ from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.generate import BlockEvent, stream
 from herald_jax.loading import Model, load
 from herald_jax.plans import Plan
-from herald_jax.publish import whole_file
+from herald_jax.publish import opened, whole_file
 from herald_jax.request import check_request
 from herald_jax.sharding import make_mesh
 from herald_jax.stats import OffloadStats, Stats
@@ -269,7 +269,7 @@ def _output(name: str | None) -> Iterator[TextIO]:
     if path.exists() and not path.is_file():
         if path.is_dir():
             raise GenerationError(f"--output {name} is a directory, but a file was expected")
-        with path.open("w", encoding="utf-8") as out:  # a device or a pipe cannot be replaced
+        with opened(path) as out:
             yield out
         return
     with whole_file(path) as out:

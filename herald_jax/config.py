@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from herald_jax.errors import ConfigError
-from herald_jax.fields import FLOAT32_MOST, MOST, ask, real, switch, whole
+from herald_jax.fields import FLOAT32_MOST, MOST, ask, real, switch, typed, whole
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -25,8 +25,7 @@ def _require(condition: bool, message: str) -> None:
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        _require(ok, f"{name} is {value!r}, but must be a positive integer")
+        _require(value > 0, f"{name} is {value!r}, but must be a positive integer")
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class RopeConfig:
     rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
+        typed(self)
         kinds = ("default", "linear", "llama3", "yarn")
         _require(self.kind in kinds, f"rope scaling {self.kind!r} is not supported; supported are {', '.join(kinds)}")
         _require(self.theta > 0, f"rope_theta is {self.theta!r}, but must be positive")
@@ -108,6 +108,7 @@ class DiffusionContract:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        typed(self)
         _positive(self, "block_length", "small_block_length")
         _require(self.block_length <= 256, f"block_length is {self.block_length}, but at most 256 is supported")
         _require(
@@ -135,7 +136,10 @@ class DiffusionContract:
             "token at position 0 (--first-canvas seed_and_masks), same-position logits need all masks "
             "(--first-canvas all_masked)",
         )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stops: Any = self.stop_token_ids
+        ids = tuple(map(whole, stops)) if isinstance(stops, (list, tuple)) else (None,)
+        _require(None not in ids, f"stop_token_ids is {stops!r}, but must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def seeded(self) -> bool:
@@ -178,11 +182,12 @@ class MoEConfig:
     block_capacity: int | None = None
 
     def __post_init__(self) -> None:
+        typed(self)
         _positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "groups_per_token")
         _require(self.router in ("sigmoid", "softmax"), f"router is {self.router!r}, but must be sigmoid or softmax")
         for name in ("shared_size", "first_dense_layers"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 0, f"{name} is {value!r}, but must be 0 or more")
+            _require(value >= 0, f"{name} is {value!r}, but must be 0 or more")
         _require(
             self.routed_scaling > 0, f"routed_scaling_factor is {self.routed_scaling!r}, but must be a positive number"
         )
@@ -241,6 +246,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
+        typed(self)
         sizes = (
             "vocab_size",
             "hidden_size",

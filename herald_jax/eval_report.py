@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from herald_jax.errors import ConfigError
+from herald_jax import drawing
 from herald_jax.plans import Dense, Plan
 from herald_jax.publish import whole_file
 
@@ -180,15 +180,12 @@ def markdown(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+CURVE = "the curve of --budgets"
+
+
 def curve(summary: Mapping[str, Any], path: str | Path) -> None:
     """Mean score against budget, a line per group, dense as a dashed level. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("the curve needs matplotlib; install herald-jax[plot]") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot(CURVE)
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for number, group in enumerate(dict.fromkeys(row["group"] for row in summary["means"])):
         rows = [row for row in summary["means"] if row["group"] == group]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from herald_jax import cli_arguments, eval_report, metrics, replay, tasks
+from herald_jax import cli_arguments, drawing, eval_report, metrics, replay, tasks
 from herald_jax.config import GenerateConfig
 from herald_jax.errors import GenerationError, HeraldError
 from herald_jax.eval_sets import EvalSample, EvalSet, longbench_sets, task_set, token_counter
@@ -280,6 +280,7 @@ def _run(args: argparse.Namespace) -> int:
             budgets = [cli_arguments.count_or_fraction(part) for part in args.budgets.split(",")]
         except argparse.ArgumentTypeError as error:
             raise GenerationError(f"--budgets: {error}") from None
+        drawing.pyplot(eval_report.CURVE)  # not after all the answers
         plans = [Dense(), *dict.fromkeys(dataclasses.replace(plan, budget=budget) for budget in budgets)]
     for name in ("batch_size", "devices"):
         if getattr(args, name) < 1:

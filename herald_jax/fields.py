@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any
 
 import numpy as np
 
-from herald_jax.errors import GenerationError
+from herald_jax.errors import ConfigError, GenerationError
 
 MOST = 10**9  # the largest whole number a field may hold: two of them together are an i32
 FLOAT32_MOST = float(np.finfo(np.float32).max)
@@ -35,6 +36,26 @@ def real(value: Any) -> float | None:
 def switch(value: Any) -> bool | None:
     """`value` as a bool, or None if it is none."""
     return bool(value) if isinstance(value, (bool, np.bool_)) else None
+
+
+_KINDS = {"int": (whole, "an integer"), "float": (real, "a number"), "bool": (switch, "True or False")}
+
+
+def typed(owner: Any) -> None:
+    """Check the numbers and switches among a dataclass' fields by their annotations, as a file may have others.
+
+    NumPy's become Python's. Raises ConfigError, which names the field.
+    """
+    for one in dataclasses.fields(owner):
+        kind, _, other = str(one.type).partition(" | ")
+        value = getattr(owner, one.name)
+        if kind not in _KINDS or (value is None and other == "None"):
+            continue
+        of, expected = _KINDS[kind]
+        found = of(value)
+        if found is None or not math.isfinite(found):
+            raise ConfigError(f"{one.name} is {value!r}, but must be {expected}")
+        object.__setattr__(owner, one.name, found)
 
 
 def ask(condition: bool, message: str) -> None:

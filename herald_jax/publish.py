@@ -110,13 +110,28 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        # The partial file's name says nothing to whoever gave the other, and a full disk has none.
-        if error.filename == str(partial) or (error.filename is None and error.errno in _NO_ROOM):
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-        raise
+        # The partial file's name says nothing to whoever gave the other.
+        raise _named(error, path, anonymous=str(partial)) from error
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """A device or a pipe, which cannot be replaced, opened for text. Raises: OSError, which names `path`."""
+    try:
+        with path.open("w", encoding="utf-8") as out:
+            yield out
+    except OSError as error:
+        raise _named(error, path) from error
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _named(error: OSError, path: Path, *, anonymous: str = "") -> OSError:
+    """`error` as one that names `path`: a full disk's has no name, and `anonymous` is one that says nothing."""
+    if error.filename == anonymous or (error.filename is None and error.errno in _NO_ROOM):
+        return OSError(error.errno, os.strerror(error.errno or 0), str(path))
+    return error
 
 
 def _check_replaceable(path: Path) -> None:

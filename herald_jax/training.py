@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from herald_jax import sharding
+from herald_jax import drawing, sharding
 from herald_jax.config import ModelConfig
 from herald_jax.errors import CheckpointError, ConfigError
 from herald_jax.model import Params, flatten, param_specs, unflatten
@@ -264,23 +264,16 @@ class Progress:
         self._bar.close()
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("the learning curve needs matplotlib; install herald-jax[plot]") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+_CURVE = "the learning curve"
 
 
 def check_curve(path: str | Path) -> None:
     """Before the training: raises ConfigError if `plot_curve` could not write to `path`, or without matplotlib (the
     extra `plot`)."""
-    figure = _pyplot().figure()
+    pyplot = drawing.pyplot(_CURVE)
+    figure = pyplot.figure()
     kinds = figure.canvas.get_supported_filetypes()
-    _pyplot().close(figure)
+    pyplot.close(figure)
     path = Path(path)
     if path.suffix and path.suffix[1:].lower() not in kinds:
         raise ConfigError(f"a curve cannot be drawn as {path.name}; let its name end in .png or .svg, for instance")
@@ -291,7 +284,7 @@ def check_curve(path: str | Path) -> None:
 
 def plot_curve(curve: list[tuple[int, float]], path: str | Path, *, title: str = "training loss") -> None:
     """Write the learning curve as PNG, or what the name ends in. Raises ConfigError as `check_curve`, and OSError."""
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot(_CURVE)
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps, losses = zip(*curve, strict=True)
     axes.plot(steps, losses, color="0.75", linewidth=0.8)

@@ -80,6 +80,7 @@ def gather_rows(
     Raises:
         ValueError: shapes, dtypes or memory spaces that do not fit together.
         NotImplementedError: ``implementation="mosaic_gpu"`` where that kernel cannot run; the message says why.
+        RuntimeError: a source in host memory outside ``jit``, where no kernel reads it in place.
     """
     _check_cache("source", k_src, v_src)
     _check_cache("pool", k_pool, v_pool)

@@ -45,6 +45,7 @@ def gather_layers(
     Raises:
         ValueError: lengths, shapes or dtypes that do not fit together.
         NotImplementedError: ``implementation="mosaic_gpu"`` where that kernel cannot run.
+        RuntimeError: sources in host memory outside ``jit``, where no kernel reads them in place.
     """
     _check(sources, pool, some=first is not None)
     shape = (len(sources), *pool.shape[1:3])

@@ -324,7 +324,7 @@ WRONG = {
     "system": (["x", "--no-chat", "--system", "y"], "--system needs a chat template"),
     "output_directory": (["x", "--output", "/"], "is a directory"),
     "output_nowhere": (["x", "--output", "/nowhere/file"], "/nowhere/"),
-    "full_disk": (["x", "--output", "/dev/full", *FEW], "No space left on device"),
+    "full_disk": (["x", "--output", "/dev/full", *FEW], "/dev/full: No space left on device"),
 }
 
 

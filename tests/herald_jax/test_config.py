@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from herald_jax import (
@@ -16,6 +17,7 @@ from herald_jax import (
     GenerationError,
     HeraldError,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     Sequential,
     Threshold,
@@ -54,7 +56,21 @@ SENTENCES = {
         "rope scaling 'llama3' needs high_freq_factor (4.0) above low_freq_factor (4.0)",
     ),
     "block-zero": (lambda: contract(block_length=0), "block_length is 0, but must be a positive integer"),
-    "block-bool": (lambda: contract(block_length=True), "block_length is True, but must be a positive integer"),
+    "block-bool": (lambda: contract(block_length=True), "block_length is True, but must be an integer"),
+    "block-text": (lambda: contract(block_length="4"), "block_length is '4', but must be an integer"),
+    "mask-text": (lambda: contract(mask_token_id="95"), "mask_token_id is '95', but must be an integer"),
+    "stops-text": (lambda: contract(stop_token_ids="12"), "stop_token_ids is '12', but must be a list of token ids"),
+    "stops-fraction": (lambda: contract(stop_token_ids=[1, 2.5]), "stop_token_ids is [1, 2.5], but must be a list"),
+    "rope-text": (lambda: rope(theta="1e4"), "theta is '1e4', but must be a number"),
+    "rope-nan": (lambda: rope(factor=float("nan")), "factor is nan, but must be a number"),
+    "rope-dim": (lambda: rope(rotary_dim=8.0), "rotary_dim is 8.0, but must be an integer"),
+    "rope-switch": (lambda: rope(truncate=1), "truncate is 1, but must be True or False"),
+    "tied": (lambda: model(tie_word_embeddings="no"), "tie_word_embeddings is 'no', but must be True or False"),
+    "eps-none": (lambda: model(rms_norm_eps=None), "rms_norm_eps is None, but must be a number"),
+    "experts": (
+        lambda: MoEConfig(8.0, 2, 16, "softmax", True),  # type: ignore[arg-type]
+        "num_experts is 8.0, but must be an integer",
+    ),
     "block-large": (
         lambda: contract(block_length=512, small_block_length=512),
         "block_length is 512, but at most 256 is supported",
@@ -218,3 +234,13 @@ def test_user_errors_are_value_errors() -> None:
     assert issubclass(ConfigError, HeraldError)
     assert issubclass(GenerationError, HeraldError)
     assert issubclass(HeraldError, ValueError)
+
+
+def test_numpys_numbers_become_pythons():
+    """A configuration that was computed is the one that was written down, also as text."""
+    computed = model(
+        num_layers=np.int64(tiny.SDAR.num_layers), rms_norm_eps=np.float64(tiny.SDAR.rms_norm_eps),
+        qk_norm=np.bool_(tiny.SDAR.qk_norm), diffusion=contract(stop_token_ids=[np.int32(i) for i in (1, 2)]),
+    )  # fmt: skip
+    assert computed == model(diffusion=contract(stop_token_ids=(1, 2)))
+    assert ModelConfig.from_dict(json.loads(json.dumps(computed.to_dict()))) == computed

@@ -269,6 +269,16 @@ def test_bad_requests(
     assert message in capsys.readouterr().err
 
 
+def test_a_curve_without_matplotlib_is_refused_before_any_answer(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "out"
+    assert evaluate.main([str(source), "--output", str(out), "--plan", "mage", "--budgets", "0.05,0.1"]) == 2
+    assert "the curve of --budgets needs matplotlib; install herald-jax[plot]" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_replay(source: Path) -> None:
     """The trajectory is what `generate` writes; a plan that selects everything agrees at every position."""
     model = herald_jax.load(source)

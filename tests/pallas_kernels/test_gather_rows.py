@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from pallas_kernels import gather_kernel, lanes_numpy
+from pallas_kernels import gather_kernel, host_memory, lanes_numpy
 from pallas_kernels.gather_kernel import GatherConfig
 from pallas_kernels.gather_rows import _write_block, gather_rows, scatter_rows, write_block
 from pallas_kernels.topk import select_topk
@@ -469,6 +469,11 @@ def test_gather_rejects_a_pool_in_host_memory():
     pool = in_memory(np.zeros((L, B, K, S, D), "f"), "pinned_host")
     with pytest.raises(ValueError, match="pool must be in device memory"):
         gather_rows(**arrays(k_pool=pool, v_pool=pool))
+
+
+def test_a_kernel_is_given_host_memory_inside_jit_only():
+    with pytest.raises(RuntimeError, match="only inside jax.jit; wrap the call in jax.jit"):
+        host_memory.read_in_place(in_memory(np.zeros((2, 16), "f"), "pinned_host"))
 
 
 def test_gather_rejects_mixed_dtypes():
