@@ -41,7 +41,9 @@ def _retype_abstract_eval(aval: Any, *, space: Any) -> Any:
 def _retype_impl(x: jax.Array, *, space: Any) -> jax.Array:
     # Evaluated on its own, the result would claim one memory while living in the other; only inside one compiled
     # program, between a parameter and the kernel that reads it, does the claim harm nobody.
-    raise RuntimeError("a kernel reads an array in host memory where it is only inside jax.jit; wrap the call in jax.jit")
+    raise RuntimeError(
+        "a kernel reads an array in host memory where it is only inside jax.jit; wrap the call in jax.jit"
+    )
 
 
 def _retype_lowering(ctx: Any, x: Any, *, space: Any) -> list[Any]:
