@@ -88,7 +88,7 @@ def _many_tokens(tokens: int, depth: int, columns: int, gated: bool, config: Wid
 
 
 def _few_tokens(tokens: int, depth: int, columns: int, gated: bool, config: WideConfig) -> float:
-    """The same, fitted to 87 cuts of 16 products with 128 tokens, where the memory takes as long as the tensor cores.
+    """The same, fitted to 109 cuts of 16 products with 128 tokens, where the memory takes as long as the tensor cores.
 
     Programs that run at once share the memory, which is slower for the rows of 64 bytes of a narrower swizzle; those of
     a last wave that is not full have it to themselves, and then take as long as one program's steps.
