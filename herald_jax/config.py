@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from herald_jax.errors import ConfigError
-from herald_jax.fields import FLOAT32_MOST, MOST, ask, real, switch, typed, whole
+from herald_jax.fields import FLOAT32_MOST, MOST, ask, ids, real, switch, typed, whole
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -136,10 +136,9 @@ class DiffusionContract:
             "token at position 0 (--first-canvas seed_and_masks), same-position logits need all masks "
             "(--first-canvas all_masked)",
         )
-        stops: Any = self.stop_token_ids
-        ids = tuple(map(whole, stops)) if isinstance(stops, (list, tuple)) else (None,)
-        _require(None not in ids, f"stop_token_ids is {stops!r}, but must be a list of token ids")
-        object.__setattr__(self, "stop_token_ids", ids)
+        stops = ids(self.stop_token_ids)
+        _require(stops is not None, f"stop_token_ids is {self.stop_token_ids!r}, but must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", stops)
 
     @property
     def seeded(self) -> bool:
@@ -395,15 +394,11 @@ class GenerateConfig:
             ok = found is not None and least <= found <= most and not (name == "top_p" and found == 0)
             ask(ok, f"{name} is {value!r}, but must be {expected}")
             object.__setattr__(self, name, found)  # NumPy's number as Python's
-        stops: Any = self.stop_token_ids
-        if stops is not None:
-            try:
-                given = stops.tolist() if hasattr(stops, "tolist") else stops  # of an array its elements as numbers
-                ids = None if isinstance(given, (str, bytes)) else tuple(map(whole, given))
-            except TypeError:  # nothing that has elements
-                ids = None
+        if self.stop_token_ids is not None:
+            stops = ids(self.stop_token_ids)
             ask(
-                ids is not None and all(i is not None and -(2**31) <= i < 2**31 for i in ids),
-                f"stop_token_ids is {stops!r}, but must be token ids, as (2, 7), or None for the checkpoint's",
+                stops is not None and all(-(2**31) <= i < 2**31 for i in stops),
+                f"stop_token_ids is {self.stop_token_ids!r}, but must be token ids, as (2, 7), or None for the "
+                "checkpoint's",
             )
-            object.__setattr__(self, "stop_token_ids", ids)
+            object.__setattr__(self, "stop_token_ids", stops)

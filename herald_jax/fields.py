@@ -38,6 +38,19 @@ def switch(value: Any) -> bool | None:
     return bool(value) if isinstance(value, (bool, np.bool_)) else None
 
 
+def ids(value: Any) -> tuple[int, ...] | None:
+    """`value`'s elements as ints, or None if it has none or one of them is no whole number by its type; nor is text."""
+    given = value.tolist() if hasattr(value, "tolist") else value  # of an array its elements as numbers
+    if isinstance(given, (str, bytes)):
+        return None
+    try:
+        numbers = [whole(number) for number in given]
+    except TypeError:  # nothing that has elements
+        return None
+    found = tuple(number for number in numbers if number is not None)
+    return found if len(found) == len(numbers) else None
+
+
 _KINDS = {"int": (whole, "an integer"), "float": (real, "a number"), "bool": (switch, "True or False")}
 
 

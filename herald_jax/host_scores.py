@@ -70,13 +70,14 @@ class Scan:
 class Sent:
     """The scores of one scan that are on their way to the device, several layers' at once.
 
+    `stages` are those of each part, where its layers' scores are put before they leave. All parts have as many layers.
+
     Attributes:
-      stages: of each part, where its layers' scores are put before they leave.
       nbytes: of K, for each layer.
     """
 
     def __init__(self, scan: Scan, stages: list[list[Stage]]) -> None:
-        self._scan, self.stages = scan, stages
+        self._scan, self._stages = scan, stages
         self._where = [(stage, i) for part in stages for stage in part for i in range(stage.layers)]
         self._scores: dict[Stage, jax.Array] = {}
         self._missing = {stage: stage.layers for part in stages for stage in part}
@@ -99,16 +100,14 @@ class Sent:
         sent = sum(stage.layers for stage in self._scores)
         if sent >= _NEARLY * len(self._where) and not self._scan.nearly.done():
             self._scan.nearly.set_result(None)
-        first = sum(stage.layers for part in self.stages[: self._delivered] for stage in part)
-        for part in self.stages[self._delivered :]:
+        size = len(self._where) // len(self._stages)
+        for part in self._stages[self._delivered :]:
             if any(stage not in self._scores for stage in part):
                 return
-            scores, last = tuple(self._scores[stage] for stage in part), first + sum(stage.layers for stage in part)
-            now = time.perf_counter()
-            self._scan.parts[self._delivered].set_result(
-                Scanned(scores, now - self._since, sum(self.nbytes[first:last]))
-            )
-            self._delivered, self._since, first = self._delivered + 1, now, last
+            scores, first = tuple(self._scores[stage] for stage in part), self._delivered * size
+            now, nbytes = time.perf_counter(), sum(self.nbytes[first : first + size])
+            self._scan.parts[self._delivered].set_result(Scanned(scores, now - self._since, nbytes))
+            self._delivered, self._since = self._delivered + 1, now
             yield part, scores
 
 

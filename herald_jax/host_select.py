@@ -148,7 +148,6 @@ class Scanner:
         run = _Run()
         callers = [self._callers.submit(self._call, run) for _ in range(_CALLERS)]
         left = [0] * len(keys)
-        empty = []
         try:
             for layer, place in enumerate(places):
                 views = sent.views(layer)
@@ -161,8 +160,8 @@ class Scanner:
                         run.todo.put(part)
                         if part.next_reach:
                             self._program(part, part.next_reach)
-                if not left[layer]:  # rows without any entry
-                    empty.append(layer)
+                if not left[layer]:  # no row has any entry, and nothing is scanned
+                    self._deliver(sent, layer)
             run.end()
             working = _CALLERS
             while working:
@@ -178,8 +177,6 @@ class Scanner:
             concurrent.futures.wait(callers)
         for caller in callers:
             caller.result()
-        for layer in empty:
-            self._deliver(sent, layer)
 
     def _deliver(self, sent: Sent, layer: int) -> None:
         """A layer's scores are in place: send what is complete, and hand out each part that is."""

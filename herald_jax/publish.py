@@ -96,7 +96,7 @@ def whole_file(path: Path) -> Iterator[TextIO]:
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with _naming(path, partial):
         _check_replaceable(path)
         partial.unlink(missing_ok=True)  # of a killed process that had the same number, as in a container
         try:
@@ -109,29 +109,28 @@ def whole_file(path: Path) -> Iterator[TextIO]:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        # The partial file's name says nothing to whoever gave the other.
-        raise _named(error, path, anonymous=str(partial)) from error
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
     """A device or a pipe, which cannot be replaced, opened for text. Raises: OSError, which names `path`."""
-    try:
-        with path.open("w", encoding="utf-8") as out:
-            yield out
-    except OSError as error:
-        raise _named(error, path) from error
+    with _naming(path, path), path.open("w", encoding="utf-8") as out:
+        yield out
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _named(error: OSError, path: Path, *, anonymous: str = "") -> OSError:
-    """`error` as one that names `path`: a full disk's has no name, and `anonymous` is one that says nothing."""
-    if error.filename == anonymous or (error.filename is None and error.errno in _NO_ROOM):
-        return OSError(error.errno, os.strerror(error.errno or 0), str(path))
-    return error
+@contextlib.contextmanager
+def _naming(path: Path, written: Path) -> Iterator[None]:
+    """An OSError names `path` instead of the file that is `written` for it, or of nothing, as a full disk's does."""
+    try:
+        yield
+    except OSError as error:
+        # The partial file's name says nothing to whoever gave the other.
+        if error.filename == str(written) or (error.filename is None and error.errno in _NO_ROOM):
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        raise
 
 
 def _check_replaceable(path: Path) -> None:

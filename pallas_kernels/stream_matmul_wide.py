@@ -1,10 +1,10 @@
 """The matmul of `stream_matmul` for 65 to 256 tokens, as a Mosaic GPU kernel. Design: docs/kernels-matmul.md.
 
 With so many tokens the tensor cores take about as long as the memory does, or longer. So a program has a tile as large
-as the registers hold, up to 128 tokens against up to 320 columns or all 256 against 128 or 192, and there are no more
-programs than multiprocessors: each warpgroup keeps half of the tokens' accumulators and goes through the contracted
-axis, fed by one that only issues TMA copies. Weights come from memory once: two programs that share columns run side by
-side.
+as the registers hold, up to 128 tokens against up to 320 columns or all 256 against 128 or 192, and at best there are
+no more programs than multiprocessors: each warpgroup keeps half of the tokens' accumulators and goes through the
+contracted axis, fed by one that only issues TMA copies. Weights come from memory once: two programs that share columns
+run side by side.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _few_tokens(tokens: int, depth: int, columns: int, gated: bool, config: Wide
     width = config.columns // 2 if gated else config.columns
     groups = -(-columns // width)
     memory = 2 * depth * columns * (1 + gated) * (1 if _piece(width) == 64 else 1.21) / 4.2e6
-    steps = -(-(depth // DEPTH) // config.splits) * 1.2 * 128 * config.columns * DEPTH / 2048 / 1900
+    steps = -(-(depth // DEPTH) // config.splits) * 1.2 * config.rows * config.columns * DEPTH / 2048 / 1900
     waves, rest = divmod(groups * config.splits, PROCESSORS)
     share = memory / (groups * config.splits)
     taken = waves * max(steps, share * PROCESSORS) + (max(steps, share * rest) if rest else 0)

@@ -120,6 +120,16 @@ def test_the_scores_of_several_layers_share_a_transfer(scanner, layers, parts, t
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
 
 
+def test_rows_without_any_entry_get_their_parts_too(scanner):
+    k = [jnp.zeros((1, 2, 1, 32, 16), jnp.bfloat16)] * 4
+    scan = scanner.submit(jnp.zeros((4, 2, 1, 1, 16), jnp.bfloat16), k, jnp.zeros((2,), jnp.int32), parts=2)
+    for part in scan.parts:
+        scanned = part.result(timeout=60)
+        assert scanned.nbytes == 0
+        assert [len(some) for some in scanned.scores] == [1, 1]
+    scan.nearly.result(timeout=60)
+
+
 def test_an_error_ends_every_part(scanner, monkeypatch):
     def broken(*args):
         raise FloatingPointError("the scan broke")
