@@ -68,6 +68,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--keep-bonus", type=float, default=0.0, help="the plan's keep_bonus (default %(default)s; see above)"
     )
+    parser.add_argument("--scan", default="auto", help="the plan's scan: native, xla or auto (default %(default)s)")
     parser.add_argument("--measure", action="store_true", help="read the device's clock around each fetch, too")
     parser.add_argument("--blocks", type=int, default=8, help="timed blocks of each case (default %(default)s)")
     common.merge_option(parser)
@@ -159,7 +160,7 @@ def _plans(options: argparse.Namespace, config: ModelConfig, budget: float, rows
     """The plans that a case is measured with: one for each selector."""
     bits = index_bits_that_fit(config, budget, rows, context, options.cap * 1e9)
     return [
-        plan_of(budget, selector, bits, keep_bonus=options.keep_bonus, measure=options.measure)
+        plan_of(budget, selector, bits, keep_bonus=options.keep_bonus, measure=options.measure, scan=options.scan)
         for selector in options.selectors.split(",")
     ]
 
@@ -178,7 +179,7 @@ def _detail(config: ModelConfig, plan: Herald, rows: int, context: int, steps: i
         "keep_bonus": plan.bonus,
         **({"fetch_ms": got["fetch"] * 1e3, "fetch_exposed_ms": got["fetch_exposed"] * 1e3} if plan.measure else {}),
     } | (
-        {"scan_ms": got["scan"] * 1e3, "scan_gbs": got["scan_rate"] / 1e9}
+        {"scan_ms": got["scan"] * 1e3, "scan_gbs": got["scan_rate"] / 1e9, "scanned_by": got["stats"].scanned_by}
         if plan.selector == "cpu"
         else {"index_bytes": got["stats"].index_bytes, "index_bits": plan.index_bits}
     )

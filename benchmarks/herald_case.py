@@ -275,14 +275,14 @@ def _with_index(config: ModelConfig, budget: float, rows: int, context: int, bit
 
 def plan_of(
     budget: float, selector: Literal["cpu", "index"] = "cpu", bits: Literal[8, 4] = 8, *, keep_bonus: float = 0.0,
-    measure: bool = False,
+    measure: bool = False, scan: Literal["auto", "native", "xla"] = "auto",
 ) -> Herald:  # fmt: skip
     """The plan that is measured: the default but for the draft, made as early as what follows needs it, and the bonus.
 
     With random weights entries score nearly alike: with a bonus next to none of a pool would be fetched.
     """
     return Herald(
-        budget, draft_at="auto", selector=selector, index_bits=bits, keep_bonus=keep_bonus, measure=measure
+        budget, draft_at="auto", selector=selector, scan=scan, index_bits=bits, keep_bonus=keep_bonus, measure=measure
     )  # fmt: skip
 
 

@@ -181,11 +181,12 @@ def _sum(parts: list[Stats]) -> Stats:
     fields: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     fields["kv_bytes"] = max(part.kv_bytes for part in parts)
     if offloads := [part.offload for part in parts if part.offload is not None]:
-        names = [f.name for f in dataclasses.fields(OffloadStats) if f.name != "selector"]
+        said = {name: getattr(offloads[-1], name) for name in ("selector", "scanned_by")}
+        names = [f.name for f in dataclasses.fields(OffloadStats) if f.name not in said]
         counts = {name: [getattr(offload, name) for offload in offloads] for name in names}
         held = ("host_bytes", "pool_bytes", "dense_bytes", "index_bytes")
         merged = {name: max(values) if name in held else sum(values) for name, values in counts.items()}
-        fields["offload"] = OffloadStats(selector=offloads[-1].selector, **merged)
+        fields["offload"] = OffloadStats(**said, **merged)
     return Stats(**fields)
 
 

@@ -247,6 +247,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-at", type=_share_or_auto, metavar="F", help="herald: share of the block revealed at the draft, or auto"
     )
+    group.add_argument("--scan", metavar="S", help="herald: native, xla or auto: what scans the keys on the CPU")
     group.add_argument("--index-bits", type=int, metavar="N", help="herald: 8 or 4, of the index on the device")
     group.add_argument("--split", type=float, metavar="F", help="herald: share of the layers that 'split' indexes")
     group.add_argument(
@@ -310,12 +311,17 @@ def build_plan(args: argparse.Namespace) -> Plan:
         ("mage", "layer_spread", "allocate", ("layer_adaptive",)),
         ("herald", "split", "selector", ("split",)),
         ("herald", "index_bits", "selector", ("index", "split", "auto")),
+        ("herald", "scan", "selector", ("cpu", "split", "auto")),
     ):
-        if args.plan == plan and getattr(args, flag) is not None and getattr(args, other) not in values:
+        chosen = getattr(args, other) or getattr(PLANS[plan][0], other)
+        if args.plan == plan and getattr(args, flag) is not None and chosen not in values:
             raise GenerationError(
                 f"{flag_of(flag)} has a meaning only with {flag_of(other)} {' or '.join(values)}: give that too"
             )
-    for flag, what in (("draft_at", "says when the draft is made"), ("selector", "says who scores the draft's keys")):
+    for flag, what in (
+        ("draft_at", "says when the draft is made"), ("selector", "says who scores the draft's keys"),
+        ("scan", "says what scans for the draft"),
+    ):  # fmt: skip
         if args.plan == "herald" and args.draft is False and getattr(args, flag) is not None:
             raise GenerationError(f"{flag_of(flag)} {what}, but --no-draft makes none")
     return _build("plan", PLANS, args)

@@ -81,12 +81,14 @@ class Pipeline:
             raise GenerationError("measure is True, but each device of a mesh has a clock of its own; measure on one")
         self._params, self._plan = params, plan
         # What only the host side reads of a plan, no program is to be compiled anew for.
-        same = dataclasses.replace(plan, selector="cpu", index_bits=8, split=0.5, draft_at=0.5)
+        same = dataclasses.replace(plan, selector="cpu", scan="auto", index_bits=8, split=0.5, draft_at=0.5)
         self._options = dataclasses.replace(options, plan=same)
         self._layers = options.config.num_layers - plan.dense_layers
         share = {"index": 1.0, "split": plan.split}.get(plan.selector, 0.0)
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
-        self._scanner = Scanner()
+        self._scanner = Scanner(plan.scan)
+        if plan.draft and plan.selector != "index":
+            self._scanner.prepare()
         self._everywhere = sharding.one_device() if options.mesh is None else NamedSharding(options.mesh, P())
         self._how: tuple[Any, Any] | None = None
         self._constants: dict[Any, jax.Array] = {}
@@ -391,6 +393,7 @@ class Pipeline:
                 self.stats.fetch_seconds += (ended - begun) / 1e9
                 self.stats.fetch_exposed_seconds += max(ended - max(begun, stepped), 0) / 1e9
         self._moved = []
+        self.stats.scanned_by = self._scanner.by
         if self._plan.selector == "auto" and not self._choose and not self._indexed:
             self.stats.selector = "auto: cpu"
         return dataclasses.replace(self.stats)

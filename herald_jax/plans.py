@@ -175,6 +175,8 @@ class Herald:
       selector: who scores the keys: "cpu" (the paper's), "index" (the device, on a quantised copy of K that it keeps;
         ours), "split" (the device for some layers, the CPU for the others; ours), or "auto" (measures the CPU's scan
         and the denoising steps on the first blocks, and moves to the index what the CPU cannot finish in time).
+      scan: what scans on the CPU: "native" (C code that is compiled for the machine when it is first wanted; bfloat16
+        only), "xla" (JAX's CPU backend), or "auto": native where that can be.
       index_bits: 8 or 4, of each number in the index.
       split: share of the layers that "split" scores on the device.
       reuse: copy entries that the current pool holds already on the device instead of fetching them again (ours).
@@ -198,6 +200,7 @@ class Herald:
     draft: bool = True
     draft_at: float | Literal["auto"] = 0.5
     selector: Literal["cpu", "index", "split", "auto"] = "cpu"
+    scan: Literal["auto", "native", "xla"] = "auto"
     index_bits: int = 8
     split: float = 0.5
     reuse: bool = True
@@ -212,6 +215,7 @@ class Herald:
                 "query": ("mean", "center", "first", "last", "all"),
                 "reduce": ("mean", "max"),
                 "selector": ("cpu", "index", "split", "auto"),
+                "scan": ("auto", "native", "xla"),
                 "index_bits": (8, 4),
             },
         )

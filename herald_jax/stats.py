@@ -16,6 +16,7 @@ class OffloadStats:
 
     Attributes:
       selector: who scored the keys.
+      scanned_by: by what the CPU scanned them, and why by XLA; "" if it did not.
       blocks: selections made beside a block (a batch's rows share them).
       host_bytes, pool_bytes, dense_bytes, index_bytes: the cache in host memory; on the device both pools, the layers
         kept whole, and the quantised keys.
@@ -28,6 +29,7 @@ class OffloadStats:
     """
 
     selector: str = "cpu"
+    scanned_by: str = ""
     blocks: int = 0
     host_bytes: int = 0
     pool_bytes: int = 0
@@ -59,6 +61,7 @@ class OffloadStats:
     def lines(self) -> list[str]:
         """The report that `--stats` prints."""
         per_block = max(self.blocks, 1)
+        scanned = f" ({self.scanned_by})" if self.scanned_by else ""
         rate = self.scan_bytes / self.scan_seconds / 1e9 if self.scan_seconds else 0.0
         report = [
             f"host KV cache       {self.host_bytes / 2**20:.1f} MiB",
@@ -66,7 +69,7 @@ class OffloadStats:
             f"dense layers, {self.index_bytes / 2**20:.1f} MiB of index",
             f"over PCIe           {self.fetched_bytes / per_block / 2**20:.2f} MiB per block; {self.reuse:.1%} of the "
             "selected entries were on the device already",
-            f"selection           {self.selector}: {self.scan_seconds / per_block * 1e3:.2f} ms per block "
+            f"selection           {self.selector}{scanned}: {self.scan_seconds / per_block * 1e3:.2f} ms per block "
             f"({rate:.1f} GB/s), {self.scan_hidden:.1%} hidden behind {self.blocks} blocks",
         ]
         if self.fetch_hidden is not None:

@@ -28,8 +28,8 @@ GIVEN: dict[type[Plan], list[dict[str, Any]]] = {
     Herald: [
         {
             "budget": 0.1, "min_budget": 8, "sinks": 4, "recent": 32, "query": "last", "reduce": "max",
-            "dense_layers": 1, "page_size": 3, "draft_at": "auto", "selector": "split", "index_bits": 4, "split": 0.4,
-            "keep_bonus": 0.25, "measure": True,
+            "dense_layers": 1, "page_size": 3, "draft_at": "auto", "selector": "split", "scan": "xla", "index_bits": 4,
+            "split": 0.4, "keep_bonus": 0.25, "measure": True,
         },
         {"draft": False, "reuse": False},
     ],
@@ -83,6 +83,12 @@ def test_every_field_of_a_plan_has_a_flag_in_every_command(plan: type[Plan], giv
         ),
         (["--plan", "herald", "--selector", "cpu", "--index-bits", "8"], "only with --selector index or split or auto"),
         (["--plan", "herald", "--no-draft", "--selector", "index"], "--selector says who scores the draft's keys, but"),
+        (
+            ["--plan", "herald", "--selector", "index", "--scan", "xla"],
+            "--scan has a meaning only with --selector cpu or split or auto: give that too",
+        ),
+        (["--plan", "herald", "--no-draft", "--scan", "xla"], "--scan says what scans for the draft, but --no-draft"),
+        (["--plan", "herald", "--scan", "gpu"], "scan is 'gpu', but must be one of auto, native, xla"),
         (["--plan", "herald", "--no-draft", "--draft-at", "auto"], "--draft-at says when the draft is made, but"),
         (["--plan", "mage", "--normalise", "block"], "normalise is 'block', but must be one of prefix+block, prefix"),
         (["--plan", "mage", "--reselect-layers", "2"], "reselect_layers goes with selector 'tidal' only"),

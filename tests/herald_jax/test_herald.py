@@ -25,6 +25,7 @@ from herald_jax import (
     draft_moment,
     host_kv,
     host_scan,
+    host_scan_xla,
     host_scores,
     host_select,
     offload,
@@ -346,7 +347,7 @@ def test_an_error_in_the_scan_reaches_the_caller_and_ends_the_threads(monkeypatc
         def __call__(self, *args, **kwargs):
             raise FloatingPointError("the scan broke")
 
-    monkeypatch.setattr(host_select, "scan", Broken())
+    monkeypatch.setattr(host_scan_xla, "scan", Broken())
     with pytest.raises(FloatingPointError, match="the scan broke"):
         generated(SPARSE)
     assert not scan_threads()
