@@ -30,6 +30,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         cap=1.503,
         over_cap=2,
         measure=True,
+        scan="xla",
         keep_bonus=0.5,
         blocks=1,
         out=tmp_path,
@@ -54,6 +55,7 @@ def test_writes_every_row(tmp_path, monkeypatch) -> None:
         part = "all" if best.startswith("worst") else "longest"
         assert rows[f"latency/{part}/{best}"]["value"] >= rows[f"latency/{part}/{cpu}"]["value"]
     assert rows["latency/longest/speedup"]["detail"]["selector"] in ("cpu", "index")
+    assert rows["throughput_case/tiny/1k/steps32/0.05/cpu"]["detail"]["scanned_by"] == "XLA"
     case = rows["throughput_case/tiny/1k/steps32/0.05/index"]["detail"]
     assert case["index_bytes"] > 0
     assert 0 <= case["fetch_exposed_ms"] <= case["fetch_ms"]
@@ -93,7 +95,7 @@ def test_a_case_that_the_host_may_not_hold_is_left_out(tmp_path, monkeypatch) ->
     monkeypatch.setattr(herald.host_kv, "available", lambda: 10**6)
     options = argparse.Namespace(
         shapes="tiny", contexts="0", throughput="1", rows=2, budgets="0.05", selectors="cpu", cap=1.5, over_cap=0,
-        measure=False, keep_bonus=0.0, blocks=1, out=tmp_path,
+        measure=False, scan="auto", keep_bonus=0.0, blocks=1, out=tmp_path,
     )  # fmt: skip
     with pytest.raises(SystemExit, match=r"error: left out: 128 x 1024 tokens need .* GB of host memory, .* run this"):
         herald.main(options)
