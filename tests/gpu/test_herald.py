@@ -31,7 +31,9 @@ from herald_jax.cache import DeviceKV
 from herald_jax.generate import _Run
 from herald_jax.herald import Pipeline
 from herald_jax.host_kv import HostKV
+from herald_jax.host_scan_native import NativeScan
 from herald_jax.host_scores import host_views
+from herald_jax.host_select import Scanner
 from herald_jax.pooled import PooledKV
 from pallas_kernels import index_scores
 from pallas_kernels.layers import gather_layers, write_layers
@@ -81,6 +83,34 @@ def test_layers_are_gathered_from_and_written_to_host_memory_bit_for_bit(batch: 
             expected[0, row, :, start[row] : start[row] + 32] = block[i // layers, i % layers, row]
         [view] = host_views(x).values()
         np.testing.assert_array_equal(view, expected)
+
+
+@pytest.mark.parametrize("how", ["tiles", "vectors", "xla"])
+@pytest.mark.parametrize(("queries", "dim", "slots"), [(4, 128, 9000), (7, 128, 4097), (1, 64, 130), (18, 256, 333)])
+def test_the_host_scans_page_locked_keys(how: str, queries: int, dim: int, slots: int) -> None:
+    layers, batch, heads = 3, 3, 2
+    rng = np.random.default_rng(slots)
+    keys = [rng.standard_normal((1, batch, heads, slots, dim)).astype(jnp.bfloat16) for _ in range(layers)]
+    q = rng.standard_normal((layers, batch, heads, queries, dim)).astype(jnp.bfloat16)
+    lengths = np.array([slots, slots - 45, 1], np.int32)
+    scanner = Scanner("xla" if how == "xla" else "native")
+    try:
+        if how != "xla":
+            scanner._native = NativeScan()
+            if how == "vectors":
+                scanner._native._tiles = 0
+            elif not scanner._native._tiles:
+                pytest.skip("this processor multiplies no tiles (AMX)")
+        k = [jax.device_put(x, host_kv.host_sharding(None)) for x in keys]
+        [part] = scanner.submit(jnp.asarray(q), k, jnp.asarray(lengths)).parts
+        scanned = part.result(timeout=120)
+    finally:
+        scanner.close()
+    found = np.concatenate([np.asarray(x) for x in scanned.scores])
+    for layer, row in np.ndindex(layers, batch):
+        some = keys[layer][0, row, :, : lengths[row]].astype(np.float64)
+        wanted = np.einsum("krd,knd->krn", q[layer, row].astype(np.float64), some) / dim**0.5
+        np.testing.assert_allclose(found[layer, row, :, :, : lengths[row]], wanted, rtol=2**-11 * 1.02, atol=2e-5)
 
 
 @pytest.mark.parametrize(("form", "selector"), [("sdar", "index"), ("fast_dllm", "cpu")])
