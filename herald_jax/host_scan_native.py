@@ -52,22 +52,22 @@ class NotCompiledError(Exception):
 @functools.cache
 def library() -> ctypes.CDLL | NotCompiledError:
     """The compiled code, or why there is none. Compiled once in a process, into a directory that is gone afterwards."""
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if shutil.which(compiler[0]) is None:
-        return NotCompiledError(f"there is no C compiler {compiler[0]!r} (CC can name another)")
-    with tempfile.TemporaryDirectory(prefix="herald-scan-") as directory:
-        made = Path(directory) / "host_scan.so"
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
-        try:
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        if shutil.which(compiler[0]) is None:
+            return NotCompiledError(f"there is no C compiler {compiler[0]!r} (CC can name another)")
+        with tempfile.TemporaryDirectory(prefix="herald-scan-") as directory:
+            made = Path(directory) / "host_scan.so"
+            command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
             ran = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILED_IN, stdin=subprocess.DEVNULL
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMPILED_IN
             )
             if ran.returncode:
                 said = next((line for line in ran.stderr.splitlines() if "error" in line), f"status {ran.returncode}")
                 return NotCompiledError(f"{shlex.join(compiler)} did not compile {_SOURCE.name}: {said}")
             found = ctypes.CDLL(str(made))
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return NotCompiledError(f"{_SOURCE.name} could not be compiled and loaded: {error}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return NotCompiledError(f"{_SOURCE.name} could not be compiled and loaded: {error}")
     found.herald_scan.argtypes = [ctypes.POINTER(_Job)]
     found.herald_tiles.argtypes = []
     return found

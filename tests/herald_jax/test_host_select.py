@@ -135,6 +135,7 @@ def test_whoever_stops_listening_ends_the_native_scan():
         ("false", "false did not compile host_scan.c: status 1"),
         ("cc -include no-such.h", "cc -include no-such.h did not compile host_scan.c: "),
         ("true", "host_scan.c could not be compiled and loaded: "),
+        ('"cc', "host_scan.c could not be compiled and loaded: No closing quotation"),
     ],
 )
 def test_without_a_compiler_xla_scans_and_says_why(monkeypatch, uncompiled, compiler, sentence):
