@@ -1,21 +1,18 @@
 // The arithmetic of HERALD's scan on the CPU: bfloat16 keys times the queries of their head, read where they lie.
 //
 // Compiled for the machine it runs on, when the first scan is near (host_scan_native.py). What memory delivers is the
-// floor: 256 bytes of a key of 128 numbers in about 44 cycles of a core that shares it with all others. Two things keep
-// a compiler's own loops from it. Each dot product ends in a sum over a vector's lanes, which costs as much as its
-// multiplications: here as many dot products as there are lanes are summed together, at a third of that. And the processor fetches nothing
-// ahead across the end of a page: here it is told to.
+// floor: with all cores reading, the 256 bytes of a key of 128 numbers come to a core every 44 cycles or so. Two things
+// keep a compiler's own loops from it. Each dot product ends in a sum over a vector's lanes, which costs as much as its
+// multiplications: here as many dot products as there are lanes are summed together, at a third of that. And the
+// processor fetches nothing ahead across the end of a page: here it is told to.
 //
-// Where the processor multiplies tiles (AMX), they do both, and any number of queries costs the same.
+// Measured and left out, because neither is faster where memory is the bound: tiles (AMX), and instructions that take
+// bfloat16 as it is (docs/herald.md).
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-#if defined(__F16C__) || defined(__AMX_BF16__)
+#ifdef __F16C__
 #include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
-#include <sys/syscall.h>
-#define TILES 1
 #endif
 
 // As wide as the processor's vectors: with wider ones the sums would not stay in registers.
@@ -34,11 +31,11 @@ typedef int32_t i32s __attribute__((vector_size(LANES * 4)));
 #endif
 
 enum {
-    LINE = 32,  // numbers in a line of the caches
-    STEP = 2 * LANES,   // numbers of a key that are multiplied together: two to a lane
-    MAX_DIM = 512,      // host_scan_native.py asks for no more
-    AHEAD = 4096,       // bytes: as measured on 16 cores, less waits and more comes too early
-    AHEAD_OF_TILES = 2048,
+    LINE = 32,         // numbers in a line of the caches
+    STEP = 2 * LANES,  // numbers of a key that are multiplied together: two to a lane
+    MAX_DIM = 512,     // host_scan_native.py asks for no more
+    TOGETHER = 8,      // queries that are multiplied together, at most
+    AHEAD = 4096,      // bytes: with 16 cores at work, less is waited for and more comes too early
 };
 
 // Some consecutive keys of one head. host_scan_native.py makes these.
@@ -53,13 +50,12 @@ struct task {
 struct job {
     const struct task *tasks;
     int64_t tasks_count;
-    int64_t *next;     // the first task that nobody has taken
-    int64_t *left;     // of each layer: tasks that are not done
-    int64_t stride;    // scores from one query's to the next one's
+    int64_t *next;   // the first task that nobody has taken
+    int64_t *left;   // of each layer: tasks that are not done
+    int64_t stride;  // scores from one query's to the next one's
     int32_t dim, queries;
-    float scale;       // of all products
-    int32_t done;      // file descriptor of a pipe: gets the number of each layer that is done, i32
-    int32_t tiles;     // whether tiles may be used
+    float scale;   // of all products
+    int32_t done;  // file descriptor of a pipe: gets the number of each layer that is done, i32
 };
 
 // A vector of float32 as float16. Beyond its range they stay at its end; NaN stays NaN.
@@ -105,10 +101,10 @@ static inline f32s sums(f32s v[LANES]) {
 #endif
 }
 
-// Scores of LANES / `together` keys by `together` queries: query t's of key i in [t * LANES / together + i].
-static inline __attribute__((always_inline)) void dots(const uint16_t *keys, int dim, const float *factors, float scale, int together,
-                        uint16_t scores[LANES]) {
-    const int some = LANES / together;
+// Scores of LANES / `room` keys by some queries: query t's of key i in [t * LANES / room + i].
+static inline __attribute__((always_inline)) void dots(const uint16_t *keys, int dim, const float *factors, float scale,
+                                                       int queries, int room, uint16_t scores[LANES]) {
+    const int some = LANES / room;
     f32s sum[LANES];
     for (int i = 0; i < LANES; i++) sum[i] = (f32s){0};
     for (int from = 0; from < dim; from += STEP) {
@@ -121,10 +117,10 @@ static inline __attribute__((always_inline)) void dots(const uint16_t *keys, int
             even[i] = (f32s)(pairs << 16);  // a bfloat16 is the upper half of a float32
             odd[i] = (f32s)(pairs & 0xffff0000u);
         }
-        for (int t = 0; t < together; t++) {
+        for (int t = 0; t < queries; t++) {
             f32s by_even, by_odd;
-            memcpy(&by_even, factors + (from * together + t * STEP), sizeof by_even);
-            memcpy(&by_odd, factors + (from * together + t * STEP + LANES), sizeof by_odd);
+            memcpy(&by_even, factors + (from * queries + t * STEP), sizeof by_even);
+            memcpy(&by_odd, factors + (from * queries + t * STEP + LANES), sizeof by_odd);
             for (int i = 0; i < some; i++) {
                 sum[t * some + i] += even[i] * by_even;
                 sum[t * some + i] += odd[i] * by_odd;
@@ -141,110 +137,43 @@ static float to_f32(uint16_t x) {
     return value;
 }
 
-// Scores by the first `queries` of a task's queries, at most `together`, which is 1, 2, 4 or 8.
-static inline __attribute__((always_inline)) void by_vectors(const struct task *task, const struct job *job, int first,
-                                                             int together) {
-    const int dim = job->dim, some = LANES / together;
-    const int queries = job->queries - first < together ? job->queries - first : together;
-    float factors[8 * MAX_DIM] = {0};
+// A task's scores by its queries from `first` on. `room` is what they fill of 1, 2, 4 or 8. Both are constants where
+// this is called, or the sums would not stay in registers.
+static inline __attribute__((always_inline)) void by_some(const struct task *task, const struct job *job, int first,
+                                                          int queries, int room) {
+    const int dim = job->dim, some = LANES / room;
+    float factors[TOGETHER * MAX_DIM];  // of each STEP and query: those of the even numbers, then of the odd ones
     for (int t = 0; t < queries; t++)
         for (int d = 0; d < dim; d++)
-            factors[(d / STEP * together + t) * STEP + d % 2 * LANES + d % STEP / 2] =
+            factors[(d / STEP * queries + t) * STEP + d % 2 * LANES + d % STEP / 2] =
                 to_f32(task->queries[(first + t) * dim + d]);
     uint16_t *scores = task->scores + first * job->stride, found[LANES];
     int64_t key = 0;
     for (; key + some <= task->count; key += some) {
-        dots(task->keys + key * dim, dim, factors, job->scale, together, found);
+        dots(task->keys + key * dim, dim, factors, job->scale, queries, room, found);
         for (int t = 0; t < queries; t++)
             memcpy(scores + t * job->stride + key, found + t * some, some * sizeof *found);
     }
     if (key < task->count) {  // with zeros for what is missing
         uint16_t last[LANES * MAX_DIM] = {0};
         memcpy(last, task->keys + key * dim, (task->count - key) * dim * sizeof *last);
-        dots(last, dim, factors, job->scale, together, found);
+        dots(last, dim, factors, job->scale, queries, room, found);
         for (int t = 0; t < queries; t++)
             memcpy(scores + t * job->stride + key, found + t * some, (task->count - key) * sizeof *found);
     }
 }
 
-#ifdef TILES
-// Scores of 16 keys by up to 16 queries: 16 x 32 numbers of keys times 32 x `queries` in each instruction.
-static inline void tile_dots(const uint16_t *keys, int dim, const uint16_t *factors, int queries, float scale,
-                             uint16_t *scores, int64_t stride) {
-    float found[LANES * LANES];
-    _tile_zero(0);
-    for (int from = 0; from < dim; from += STEP) {
-        _tile_loadd(1, keys + from, dim * sizeof *keys);
-        _tile_loadd(2, factors + from * queries, 2 * queries * sizeof *factors);
-        _tile_dpbf16ps(0, 1, 2);
-    }
-    _tile_stored(0, found, queries * sizeof *found);
-    for (int t = 0; t < queries; t++) {
-        f32s column;
-        for (int i = 0; i < LANES; i++) column[i] = found[i * queries + t];
-        store_f16(scores + t * stride, column * scale);
-    }
-}
-
-static void by_tiles(const struct task *task, const struct job *job, int first) {
-    const int dim = job->dim, queries = job->queries - first < LANES ? job->queries - first : LANES;
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shapes = {.palette = 1};
-    for (int tile = 0; tile < 3; tile++) {
-        shapes.rows[tile] = LANES;
-        shapes.bytes[tile] = tile == 1 ? STEP * sizeof(uint16_t) : queries * sizeof(float);
-    }
-    uint16_t factors[LANES * MAX_DIM];  // two consecutive numbers of every query, then the next two
-    for (int t = 0; t < queries; t++)
-        for (int d = 0; d < dim; d++)
-            factors[(d / 2 * queries + t) * 2 + d % 2] = task->queries[(first + t) * dim + d];
-    _tile_loadconfig(&shapes);
-    uint16_t *scores = task->scores + first * job->stride;
-    int64_t key = 0;
-    for (; key + LANES <= task->count; key += LANES) {
-        const uint16_t *keys = task->keys + key * dim;
-        for (int at = 0; at < LANES * dim; at += LINE) __builtin_prefetch((const char *)(keys + at) + AHEAD_OF_TILES);
-        tile_dots(keys, dim, factors, queries, job->scale, scores + key, job->stride);
-    }
-    if (key < task->count) {
-        uint16_t last[LANES * MAX_DIM] = {0}, found[LANES * LANES];
-        memcpy(last, task->keys + key * dim, (task->count - key) * dim * sizeof *last);
-        tile_dots(last, dim, factors, queries, job->scale, found, LANES);
-        for (int t = 0; t < queries; t++)
-            memcpy(scores + t * job->stride + key, found + t * LANES, (task->count - key) * sizeof *found);
-    }
-    _tile_release();
-}
-#endif
-
-// Whether this process may use tiles from now on: Linux wants to be asked, once for all threads.
-int herald_tiles(void) {
-#ifdef TILES
-    const int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-#else
-    return 0;
-#endif
-}
-
 static void run(const struct task *task, const struct job *job) {
-    int first = 0;
-#ifdef TILES
-    if (job->tiles) {
-        for (; first < job->queries; first += LANES) by_tiles(task, job, first);
-        return;
-    }
-#endif
-    for (; job->queries - first > 4; first += 8) by_vectors(task, job, first, 8);
-    if (job->queries - first > 2)
-        by_vectors(task, job, first, 4);
-    else if (job->queries - first == 2)
-        by_vectors(task, job, first, 2);
-    else if (job->queries - first == 1)
-        by_vectors(task, job, first, 1);
+    for (int first = 0; first < job->queries; first += TOGETHER) switch (job->queries - first) {
+            case 1: by_some(task, job, first, 1, 1); break;
+            case 2: by_some(task, job, first, 2, 2); break;
+            case 3: by_some(task, job, first, 3, 4); break;
+            case 4: by_some(task, job, first, 4, 4); break;
+            case 5: by_some(task, job, first, 5, 8); break;
+            case 6: by_some(task, job, first, 6, 8); break;
+            case 7: by_some(task, job, first, 7, 8); break;
+            default: by_some(task, job, first, 8, 8);
+        }
 }
 
 // Take one task after the other until there is none; any number of threads may, at once. Returns 0, or 1 if the pipe is

@@ -41,7 +41,7 @@ class _Job(ctypes.Structure):
     _fields_ = [
         ("tasks", ctypes.c_void_p), ("tasks_count", ctypes.c_int64), ("next", ctypes.c_void_p),
         ("left", ctypes.c_void_p), ("stride", ctypes.c_int64), ("dim", ctypes.c_int32), ("queries", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("done", ctypes.c_int32), ("tiles", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("done", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -69,7 +69,6 @@ def library() -> ctypes.CDLL | NotCompiledError:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return NotCompiledError(f"{_SOURCE.name} could not be compiled and loaded: {error}")
     found.herald_scan.argtypes = [ctypes.POINTER(_Job)]
-    found.herald_tiles.argtypes = []
     return found
 
 
@@ -97,7 +96,6 @@ class NativeScan:
         if isinstance(found, NotCompiledError):
             raise found
         self._library = found
-        self._tiles = found.herald_tiles()
         self._count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = concurrent.futures.ThreadPoolExecutor(self._count, "herald-scan-native")
 
@@ -137,7 +135,7 @@ class NativeScan:
         done, tell = os.pipe()
         job = _Job(
             tasks.ctypes.data, tasks.size, following.ctypes.data, left.ctypes.data, some.shape[-1], dim, some.shape[-2],
-            dim**-0.5, tell, self._tiles,
+            dim**-0.5, tell,
         )  # fmt: skip
         try:
             running: list[concurrent.futures.Future[int]] = []
