@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from herald_jax import host_scan, host_scan_native, host_scan_xla, host_select
+from herald_jax import host_kv, host_scan, host_scan_native, host_scan_xla, host_select, make_mesh
 from herald_jax.errors import GenerationError
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -223,6 +225,24 @@ def test_parts_are_handed_out_one_after_the_other(scanner):
             ours = np.asarray(alone)[row, :, :, :length]
             np.testing.assert_array_equal(ours, np.asarray(one)[row, :, :, :length])
             np.testing.assert_allclose(ours, wanted[row, :, :, :length], rtol=1e-3, atol=1e-3)
+
+
+def test_each_device_of_a_mesh_has_its_own_keys_scanned(scanner):
+    mesh, axes = make_mesh(data=2, model=2), (None, "data", "model")
+    rng = np.random.default_rng(0)
+    k = [rng.standard_normal((1, 4, 2, 96, 32)).astype(jnp.bfloat16) for _ in range(3)]
+    q = rng.standard_normal((3, 4, 2, 5, 32)).astype(jnp.bfloat16)
+    lengths = np.array([96, 1, 0, 70], np.int32)
+    keys = [jax.device_put(x, host_kv.host_sharding(mesh)) for x in k]
+    assert len({str(shard.index) for shard in keys[0].addressable_shards}) == 4
+    asked, rows = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((q, P(*axes)), (lengths, P("data"))))
+    [part] = scanner.submit(asked, keys, rows).parts
+    scores = np.concatenate([np.asarray(x, np.float32) for x in part.result(timeout=60).scores])
+    assert part.result().nbytes == 3 * 2 * int(lengths.sum()) * 2 * 32  # layers, heads, keys, bytes
+    for layer, row in np.ndindex(3, 4):
+        some = k[layer][0, row, :, : lengths[row]].astype(np.float32)
+        wanted = np.einsum("krd,knd->krn", q[layer, row].astype(np.float32), some) / 32**0.5
+        np.testing.assert_allclose(scores[layer, row, :, :, : lengths[row]], wanted, rtol=1e-3, atol=1e-3)
 
 
 # With one for each of 36 layers XLA waits, and every launch with it (docs/herald.md).
