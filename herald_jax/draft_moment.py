@@ -22,7 +22,7 @@ from herald_jax.plans import Herald
 
 # Share of the block that is revealed at the latest draft that "auto" makes, and always if nothing is known.
 _LATEST = 0.5
-_SCAN_RATE = 60e9  # bytes of keys a second, 16 cores of the host
+_SCAN_RATE = 60e9  # bytes of keys a second, 16 cores of the host: what XLA's scan reads at least (the native one 100e9)
 _FETCH_RATE = 45e9  # bytes of selected entries a second, over PCIe
 _STEP_RATE = 3e12  # bytes of weights and pools a second, in a denoising step on an H200
 _LATENCY = 12e-3  # seconds until the CPU has the queries, the device the scores, and the next program is launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from herald_jax import host_kv, host_scan, host_scan_native, host_scan_xla, host
 from herald_jax.errors import GenerationError
 
 pytestmark = pytest.mark.usefixtures("optimised")
+COMPILED = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 def keys_and_queries(slots, queries, dim, heads=1):
@@ -87,6 +89,7 @@ def native_scores(q, k, lengths):
 
 
 # Every way in which queries are taken together; keys that fill no vector; heads of one chunk and of several.
+@COMPILED
 @pytest.mark.parametrize(
     ("queries", "dim", "slots"),
     [(1, 64, 50), (2, 128, 70), (3, 32, 33), (4, 128, 9000), (5, 96, 41), (7, 128, 8193), (8, 256, 16), (20, 512, 35)],
@@ -106,6 +109,7 @@ def test_native_scores_are_the_products_of_the_keys(monkeypatch, uncompiled, que
             assert (scores[row, :, :, length:] == 77).all()
 
 
+@COMPILED
 def test_the_native_scan_keeps_a_nan_and_what_float16_cannot_hold_stays_finite():
     k, q = np.ones((1, 1, 1024, 32), jnp.bfloat16), np.ones((1, 1, 4, 32), jnp.bfloat16)
     k[0, 0, 5, 3], k[0, 0, 700, 2], k[0, 0, 900, 15] = np.nan, 1e30, -np.inf
@@ -116,6 +120,7 @@ def test_the_native_scan_keeps_a_nan_and_what_float16_cannot_hold_stays_finite()
     np.testing.assert_array_equal(np.delete(scores, [5, 700, 900], axis=1), np.float16(32**0.5))
 
 
+@COMPILED
 def test_whoever_stops_listening_ends_the_native_scan():
     scanning = host_scan_native.NativeScan()
     k = jnp.ones((1, 1, 1, 1024, 32), jnp.bfloat16)
@@ -135,7 +140,7 @@ def test_whoever_stops_listening_ends_the_native_scan():
     [
         ("no-such-compiler", "there is no C compiler 'no-such-compiler' (CC can name another)"),
         ("false", "false did not compile host_scan.c: status 1"),
-        ("cc -include no-such.h", "cc -include no-such.h did not compile host_scan.c: "),
+        pytest.param("cc -include no-such.h", "cc -include no-such.h did not compile host_scan.c: ", marks=COMPILED),
         ("true", "host_scan.c could not be compiled and loaded: "),
         ('"cc', "host_scan.c could not be compiled and loaded: No closing quotation"),
     ],
@@ -164,7 +169,7 @@ def test_without_a_compiler_xla_scans_and_says_why(monkeypatch, uncompiled, comp
     [
         (jnp.float32, 32, "XLA: keys are float32 and queries float32, not bfloat16"),
         (jnp.bfloat16, 48, "XLA: head dim 48 is not a multiple of 32 up to 512"),
-        (jnp.bfloat16, 32, "native code"),
+        pytest.param(jnp.bfloat16, 32, "native code", marks=COMPILED),
     ],
 )
 def test_who_scans_goes_by_the_keys(dtype, dim, sentence):
@@ -202,7 +207,7 @@ def test_keys_in_the_same_place_are_the_same_arrays_again():
     assert first.unsafe_buffer_pointer() == k[0].unsafe_buffer_pointer()
 
 
-@pytest.fixture(params=["native", "xla"])
+@pytest.fixture(params=[pytest.param("native", marks=COMPILED), "xla"])
 def scanner(request):
     scanner = host_select.Scanner(request.param)
     yield scanner
