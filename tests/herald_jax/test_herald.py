@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import shutil
 import threading
 
 import jax
@@ -350,6 +351,27 @@ def test_an_error_in_the_scan_reaches_the_caller_and_ends_the_threads(monkeypatc
     monkeypatch.setattr(host_scan_xla, "scan", Broken())
     with pytest.raises(FloatingPointError, match="the scan broke"):
         generated(SPARSE)
+    assert not scan_threads()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_run_says_who_scanned():
+    form = dataclasses.replace(FORMS["sdar"], head_dim=32, dtype="bfloat16")
+    model = Model.from_params(form, tiny.params(form))
+    runs = {
+        scan: herald_jax.generate(model, tiny.prompts(LENGTHS), REQUEST, dataclasses.replace(SPARSE, scan=scan)).stats
+        for scan in ("auto", "native", "xla")
+    }
+    assert {scan: stats.offload.scanned_by for scan, stats in runs.items()} == {
+        "auto": "native code", "native": "native code", "xla": "XLA",
+    }  # fmt: skip
+    assert len({stats.offload.scan_bytes for stats in runs.values()}) == 1
+    assert any(line.startswith("selection           cpu (native code): ") for line in runs["auto"].lines())
+
+
+def test_a_scan_that_cannot_be_native_is_refused_and_ends_the_threads():
+    with pytest.raises(GenerationError, match='^scan is "native", but keys are float32 and queries float32, not bf'):
+        generated(dataclasses.replace(SPARSE, scan="native"))
     assert not scan_threads()
 
 
