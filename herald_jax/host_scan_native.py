@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 _SOURCE = Path(__file__).with_name("host_scan.c")
-# `-march=native`: it is never run anywhere else. No error of mathematical functions is asked for, none is called.
+# `-march=native`: it is never run anywhere else. `-w`: compilers warn of vectors as arguments, where all is inlined.
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _COMPILED_IN = 60  # seconds; it takes half a second
 # Keys of one head that a thread takes at once: 1 MiB at head dim 128.
@@ -72,12 +71,12 @@ def library() -> ctypes.CDLL | NotCompiledError:
     return found
 
 
-def why_not(queries: jax.Array, k: jax.Array) -> str | None:
-    """Why this cannot scan `queries` and keys `k`, as `Scanner.submit` takes them, on this machine; None if it can."""
-    if k.dtype != jnp.bfloat16 or queries.dtype != jnp.bfloat16:
-        return f"keys are {k.dtype.name} and queries {queries.dtype.name}, not bfloat16"
-    if k.shape[-1] % _STEP or k.shape[-1] > _MAX_DIM:
-        return f"head dim {k.shape[-1]} is not a multiple of {_STEP} up to {_MAX_DIM}"
+def why_not(dtype: str, dim: int) -> str | None:
+    """Why this cannot scan keys of `dim` numbers with queries of the same type, on this machine; None if it can."""
+    if dtype != "bfloat16":
+        return f"keys are {dtype}, not bfloat16"
+    if dim % _STEP or dim > _MAX_DIM:
+        return f"head dim {dim} is not a multiple of {_STEP} up to {_MAX_DIM}"
     found = library()
     return str(found) if isinstance(found, NotCompiledError) else None
 
@@ -124,6 +123,7 @@ class NativeScan:
           scores: of each layer, by device, the memory `[B, K, R, N]` that they are to be put into.
         """
         asked = {device: np.ascontiguousarray(q) for device, q in queries.items()}
+        assert all(q.dtype.name == "bfloat16" for q in asked.values())  # as keys are (`offload.draft`)
         parts = [_tasks(places, asked[device], lengths[device], scores, device) for device in asked]
         tasks = np.concatenate(parts, axis=1)
         left = np.full(len(places), tasks.shape[1], np.int64)

@@ -75,7 +75,7 @@ class Scanner:
                 scanning.close()
 
     def _scan(self, scan: Scan, queries: jax.Array, keys: tuple[jax.Array, ...], lengths: jax.Array) -> None:
-        scanning = self._chosen(queries, keys[0])
+        scanning = self._chosen(keys[0])
         size = len(keys) // len(scan.parts)
         together = -(-size // max(_TRANSFERS // len(scan.parts), 1))
         stages = [
@@ -99,17 +99,17 @@ class Scanner:
                 for some, scores in sent.done(layer):
                     self._watch.submit(_free, some, scores)
 
-    def _chosen(self, queries: jax.Array, k: jax.Array) -> NativeScan | XlaScan:
-        """Who scans `k` for `queries`."""
+    def _chosen(self, k: jax.Array) -> NativeScan | XlaScan:
+        """Who scans keys like `k`."""
         why = None
         if self._how != "xla":
-            why = host_scan_native.why_not(queries, k)
+            if self._how == "native":
+                check_native(k.dtype.name, k.shape[-1])
+            why = host_scan_native.why_not(k.dtype.name, k.shape[-1])
             if why is None:
                 self._native = self._native or NativeScan()
                 self.by = "native code"
                 return self._native
-            if self._how == "native":
-                raise GenerationError(f'scan is "native", but {why}; choose "auto" or "xla", or mend that')
         self._xla = self._xla or XlaScan()
         self.by = f"XLA: {why}" if why else "XLA"
         return self._xla
@@ -123,6 +123,13 @@ class Scanner:
             self._stages.append(stage)
         stage.busy = True
         return stage
+
+
+def check_native(dtype: str, dim: int) -> None:
+    """Raises GenerationError if native code cannot scan such keys, which it was asked to."""
+    why = host_scan_native.why_not(dtype, dim)
+    if why is not None:
+        raise GenerationError(f'scan is "native", but {why}; choose "auto" or "xla", or mend that')
 
 
 def _end(scan: Scan, leading: concurrent.futures.Future[None]) -> None:

@@ -25,6 +25,7 @@ from herald_jax import (
     Threshold,
     draft_moment,
     host_kv,
+    host_prefill,
     host_scan,
     host_scan_xla,
     host_scores,
@@ -369,8 +370,12 @@ def test_a_run_says_who_scanned():
     assert any(line.startswith("selection           cpu (native code): ") for line in runs["auto"].lines())
 
 
-def test_a_scan_that_cannot_be_native_is_refused_and_ends_the_threads():
-    with pytest.raises(GenerationError, match='^scan is "native", but keys are float32 and queries float32, not bf'):
+def test_a_scan_that_cannot_be_native_is_refused_before_prefill(monkeypatch):
+    def prefill(*args, **kwargs):
+        raise AssertionError("prefilled")
+
+    monkeypatch.setattr(host_prefill, "prefill", prefill)
+    with pytest.raises(GenerationError, match='^scan is "native", but keys are float32, not bfloat16; choose "auto"'):
         generated(dataclasses.replace(SPARSE, scan="native"))
     assert not scan_threads()
 

@@ -167,7 +167,7 @@ def test_without_a_compiler_xla_scans_and_says_why(monkeypatch, uncompiled, comp
 @pytest.mark.parametrize(
     ("dtype", "dim", "sentence"),
     [
-        (jnp.float32, 32, "XLA: keys are float32 and queries float32, not bfloat16"),
+        (jnp.float32, 32, "XLA: keys are float32, not bfloat16"),
         (jnp.bfloat16, 48, "XLA: head dim 48 is not a multiple of 32 up to 512"),
         pytest.param(jnp.bfloat16, 32, "native code", marks=COMPILED),
     ],
