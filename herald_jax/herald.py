@@ -34,7 +34,7 @@ from herald_jax.device_index import QuantisedKeys
 from herald_jax.errors import GenerationError
 from herald_jax.host_kv import HostKV
 from herald_jax.host_prefill import Prefilled
-from herald_jax.host_select import Scanner, check_native
+from herald_jax.host_select import Scanner
 from herald_jax.loop_state import LoopOptions, Rows
 from herald_jax.model import Params
 from herald_jax.plans import Herald
@@ -88,9 +88,7 @@ class Pipeline:
         self._indexed = round(share * self._layers) if plan.draft else 0  # leading pooled layers that the device scores
         self._scanner = Scanner(plan.scan)
         if plan.draft and plan.selector != "index":
-            if plan.scan == "native":  # not after a long prefill
-                check_native(options.config.dtype, options.config.head_dim)
-            self._scanner.prepare()
+            self._scanner.prepare(options.config.dtype, options.config.head_dim)
         self._everywhere = sharding.one_device() if options.mesh is None else NamedSharding(options.mesh, P())
         self._how: tuple[Any, Any] | None = None
         self._constants: dict[Any, jax.Array] = {}

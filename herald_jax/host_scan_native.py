@@ -44,17 +44,13 @@ class _Job(ctypes.Structure):
     ]  # fmt: skip
 
 
-class NotCompiledError(Exception):
-    """Why there is no native scan."""
-
-
 @functools.cache
-def library() -> ctypes.CDLL | NotCompiledError:
+def library() -> ctypes.CDLL | str:
     """The compiled code, or why there is none. Compiled once in a process, into a directory that is gone afterwards."""
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         if shutil.which(compiler[0]) is None:
-            return NotCompiledError(f"there is no C compiler {compiler[0]!r} (CC can name another)")
+            return f"there is no C compiler {compiler[0]!r} (CC can name another)"
         with tempfile.TemporaryDirectory(prefix="herald-scan-") as directory:
             made = Path(directory) / "host_scan.so"
             command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
@@ -63,10 +59,10 @@ def library() -> ctypes.CDLL | NotCompiledError:
             )
             if ran.returncode:
                 said = next((line for line in ran.stderr.splitlines() if "error" in line), f"status {ran.returncode}")
-                return NotCompiledError(f"{shlex.join(compiler)} did not compile {_SOURCE.name}: {said}")
+                return f"{shlex.join(compiler)} did not compile {_SOURCE.name}: {said}"
             found = ctypes.CDLL(str(made))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return NotCompiledError(f"{_SOURCE.name} could not be compiled and loaded: {error}")
+        return f"{_SOURCE.name} could not be compiled and loaded: {error}"
     found.herald_scan.argtypes = [ctypes.POINTER(_Job)]
     return found
 
@@ -78,22 +74,19 @@ def why_not(dtype: str, dim: int) -> str | None:
     if dim % _STEP or dim > _MAX_DIM:
         return f"head dim {dim} is not a multiple of {_STEP} up to {_MAX_DIM}"
     found = library()
-    return str(found) if isinstance(found, NotCompiledError) else None
+    return found if isinstance(found, str) else None
 
 
 class NativeScan:
     """Threads, one for each core, that take pieces of the keys until none is left.
 
     Python has no part in it while they do: each makes one call for a whole scan, without Python's lock, and tells by a
-    pipe which layers are done.
-
-    Raises: NotCompiledError.
+    pipe which layers are done. For keys of which `why_not` has nothing to say.
     """
 
     def __init__(self) -> None:
         found = library()
-        if isinstance(found, NotCompiledError):
-            raise found
+        assert not isinstance(found, str), found
         self._library = found
         self._count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = concurrent.futures.ThreadPoolExecutor(self._count, "herald-scan-native")

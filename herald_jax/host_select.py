@@ -51,10 +51,15 @@ class Scanner:
         self._lead = concurrent.futures.ThreadPoolExecutor(1, "herald-scan")
         self._watch = concurrent.futures.ThreadPoolExecutor(1, "herald-scan-sent")
 
-    def prepare(self) -> None:
-        """Compile what the first scan would wait for, in the background."""
-        if self._how != "xla":
-            self._lead.submit(host_scan_native.library)
+    def prepare(self, dtype: str, dim: int) -> None:
+        """Compile what the first scan, of keys of `dim` numbers, would wait for, in the background.
+
+        Raises: GenerationError if it is to be native and cannot be.
+        """
+        if self._how == "native":
+            _check_native(dtype, dim)
+        elif self._how == "auto":
+            self._lead.submit(host_scan_native.why_not, dtype, dim)
 
     def submit(self, queries: jax.Array, keys: Sequence[jax.Array], lengths: jax.Array, *, parts: int = 1) -> Scan:
         """Scan `keys`, one `[1, B, K, N, D]` per layer, with `queries` `[L, B, K, R, D]`, up to i32[B] `lengths`.
@@ -101,15 +106,14 @@ class Scanner:
 
     def _chosen(self, k: jax.Array) -> NativeScan | XlaScan:
         """Who scans keys like `k`."""
-        why = None
-        if self._how != "xla":
-            if self._how == "native":
-                check_native(k.dtype.name, k.shape[-1])
-            why = host_scan_native.why_not(k.dtype.name, k.shape[-1])
-            if why is None:
-                self._native = self._native or NativeScan()
-                self.by = "native code"
-                return self._native
+        dtype, dim = k.dtype.name, k.shape[-1]
+        if self._how == "native":
+            _check_native(dtype, dim)
+        why = "" if self._how == "xla" else host_scan_native.why_not(dtype, dim)
+        if why is None:
+            self._native = self._native or NativeScan()
+            self.by = "native code"
+            return self._native
         self._xla = self._xla or XlaScan()
         self.by = f"XLA: {why}" if why else "XLA"
         return self._xla
@@ -125,7 +129,7 @@ class Scanner:
         return stage
 
 
-def check_native(dtype: str, dim: int) -> None:
+def _check_native(dtype: str, dim: int) -> None:
     """Raises GenerationError if native code cannot scan such keys, which it was asked to."""
     why = host_scan_native.why_not(dtype, dim)
     if why is not None:
